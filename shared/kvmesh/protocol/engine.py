@@ -1,0 +1,218 @@
+"""Messages between a server's front process and its engine process (ZMQ ipc pair, msgpack).
+
+The front sends :data:`ToEngine`, the engine answers with :data:`FromEngine`; both are tagged unions.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kvmesh.protocol.sampling import SamplingParams, TokenLogprob
+from kvmesh.protocol.transfer import LedgerEvent
+from kvmesh.protocol.version import PROTOCOL_VERSION
+
+__all__ = [
+    "Abort",
+    "DrainKvEvents",
+    "EngineReady",
+    "EngineStats",
+    "FinishReason",
+    "FromEngine",
+    "Generate",
+    "KvEventsDrained",
+    "LedgerUpdate",
+    "PeerDead",
+    "Ping",
+    "Pong",
+    "RequestFailed",
+    "RequestKind",
+    "RequestTimings",
+    "Shutdown",
+    "TokenBatch",
+    "TokenOutput",
+    "ToEngine",
+]
+
+RequestKind = Literal["aggregated", "context", "generation"]
+FinishReason = Literal["stop", "length", "not_finished", "cancelled"]
+
+
+class Generate(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
+    """Start one sequence."""
+
+    request_id: str
+    prompt_token_ids: bytes
+    """int32 little-endian token ids."""
+    sampling: SamplingParams
+    kind: RequestKind = "aggregated"
+    transfer_id: int = 0
+    """The disaggregated request id; keys the transfer session (context and generation kinds)."""
+    first_tokens: list[int] = []
+    """Generation kind: tokens that the context server already sampled."""
+    handoff: bytes = b""
+    """Generation kind: msgpack :class:`kvmesh.protocol.disagg.HandOff`."""
+    cache_salt: str | None = None
+    lora_id: int | None = None
+    priority: int = 0
+    deadline_s: float | None = None
+    """Seconds from receipt after which the engine fails the request by itself."""
+    traceparent: str | None = None
+
+
+class Abort(msgspec.Struct, tag=True):
+    """Stop a sequence and free what it holds; unknown ids are ignored. Answered by a final output ``cancelled``."""
+
+    request_id: str
+
+
+class Ping(msgspec.Struct, tag=True):
+    """Liveness of the executor loop, answered from within it."""
+
+    sequence: int
+
+
+class PeerDead(msgspec.Struct, tag=True):
+    """A member is gone: fail its transfers and release what it mapped. ``epoch`` and older are dead."""
+
+    instance_id: str
+    epoch: int
+
+
+class DrainKvEvents(msgspec.Struct, tag=True):
+    """Drain the buffered (pull) KV events."""
+
+    sequence: int
+
+
+class Shutdown(msgspec.Struct, tag=True):
+    """Finish or fail what runs within ``drain_s`` seconds, then leave."""
+
+    drain_s: float = 0.0
+
+
+ToEngine = Generate | Abort | Ping | PeerDead | DrainKvEvents | Shutdown
+
+
+class EngineReady(msgspec.Struct, tag=True, kw_only=True):
+    """The engine is loaded and serves; facts that ``/server_info`` and the membership carry."""
+
+    num_pages: int
+    page_bytes: int
+    tokens_per_block: int
+    max_batch_size: int
+    max_num_tokens: int
+    max_seq_len: int
+    kv_cache_hash_algo: str
+    layout_digest: str
+    device: str
+    pid: int
+    ctx_info_endpoint: str | None = None
+    """Control endpoint of the transceiver, None when it is disabled."""
+    transfer_backend: str | None = None
+    events_endpoint: str | None = None
+    replay_endpoint: str | None = None
+    protocol: int = PROTOCOL_VERSION
+
+
+class RequestTimings(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Wall-clock nanoseconds since the Unix epoch of one request's phases; 0 means it did not happen."""
+
+    arrived_ns: int = 0
+    scheduled_ns: int = 0
+    first_token_ns: int = 0
+    transfer_start_ns: int = 0
+    transfer_end_ns: int = 0
+    finished_ns: int = 0
+    transfer_bytes: int = 0
+    transfer_pages: int = 0
+
+
+class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """New tokens of one sequence."""
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The token that stopped the sequence (EOS or a stop token id); it is the last of ``token_ids``."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    handoff: bytes = b""
+    """Context kind, final output: msgpack :class:`kvmesh.protocol.disagg.HandOff`."""
+    timings: RequestTimings | None = None
+    """Set on the final output."""
+
+
+class TokenBatch(msgspec.Struct, tag=True):
+    """All outputs of one executor step."""
+
+    outputs: list[TokenOutput]
+
+
+class RequestFailed(msgspec.Struct, tag=True, kw_only=True):
+    """A sequence ended with an error; the fields are :class:`kvmesh.protocol.errors.ApiError`'s."""
+
+    request_id: str
+    status: int
+    message: str
+    type: str = "invalid_request_error"
+    code: str | None = None
+    retry_after_s: int | None = None
+
+
+class Pong(msgspec.Struct, tag=True):
+    """Answer to :class:`Ping`."""
+
+    sequence: int
+    iteration: int
+
+
+class EngineStats(msgspec.Struct, tag=True, kw_only=True):
+    """Gauges now and counters since start; sent when they changed, at most four times a second."""
+
+    iteration: int = 0
+    running: int = 0
+    waiting: int = 0
+    in_transfer: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_evictable: int = 0
+    pages_held: int = 0
+    pages_locked: int = 0
+    pages_quarantined: int = 0
+    prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    prefilled_tokens_total: int = 0
+    generated_tokens_total: int = 0
+    preemptions_total: int = 0
+    evicted_pages_total: int = 0
+    transfers_started_total: int = 0
+    transfers_completed_total: int = 0
+    transfers_failed_total: int = 0
+    transfers_timed_out_total: int = 0
+    transfer_bytes_total: int = 0
+    transfer_pages_total: int = 0
+    transfer_pages_reused_total: int = 0
+    events_published_total: int = 0
+    events_dropped_total: int = 0
+    integrity_checks_total: int = 0
+    integrity_failures_total: int = 0
+
+
+class LedgerUpdate(msgspec.Struct, tag=True):
+    """Transfer state changes for the coordinator's ledger; the front forwards them, nothing waits."""
+
+    events: list[LedgerEvent]
+
+
+class KvEventsDrained(msgspec.Struct, tag=True):
+    """Answer to :class:`DrainKvEvents`: a JSON array."""
+
+    sequence: int
+    events_json: bytes
+
+
+FromEngine = EngineReady | TokenBatch | RequestFailed | Pong | EngineStats | LedgerUpdate | KvEventsDrained

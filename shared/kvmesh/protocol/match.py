@@ -1,0 +1,43 @@
+"""The router's question to the indexer: how much of this prompt does each worker hold? (ZMQ, msgpack)
+
+A DEALER sends ``[msgpack(MatchRequest)]`` to the indexer's ROUTER and receives ``[msgpack(MatchReply)]``.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvmesh.protocol.version import PROTOCOL_VERSION
+
+__all__ = ["MatchReply", "MatchRequest", "WorkerMatch"]
+
+
+class MatchRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One prompt to look up."""
+
+    id: int
+    """Echoed in the reply; a late reply to an older id is dropped."""
+    model: str
+    token_ids: bytes
+    """int32 little-endian token ids of the whole prompt."""
+    lora_id: int | None = None
+    cache_salt: str | None = None
+    protocol: int = PROTOCOL_VERSION
+
+
+class WorkerMatch(msgspec.Struct, array_like=True):
+    """Leading tokens that one worker holds, by tier; a colder tier's count includes what the warmer ones hold."""
+
+    instance_id: str
+    dp_rank: int
+    device_tokens: int
+    host_tokens: int = 0
+    disk_tokens: int = 0
+
+
+class MatchReply(msgspec.Struct, kw_only=True):
+    """Workers with at least one matching block."""
+
+    id: int
+    matches: list[WorkerMatch]
+    protocol: int = PROTOCOL_VERSION

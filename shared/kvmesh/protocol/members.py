@@ -1,0 +1,118 @@
+"""Membership: what a worker tells the coordinator, and what watchers hear (HTTP, JSON)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kvmesh.protocol.version import PROTOCOL_VERSION
+
+__all__ = [
+    "Heartbeat",
+    "Load",
+    "Member",
+    "MemberEvent",
+    "MemberList",
+    "Registration",
+    "RegistrationReply",
+    "Role",
+    "WatchReply",
+]
+
+Role = Literal["router", "context", "generation", "both", "indexer"]
+"""``both``: a worker with no role restriction (aggregated mode)."""
+
+
+class Load(msgspec.Struct, kw_only=True):
+    """What a worker is doing now."""
+
+    running: int = 0
+    waiting: int = 0
+    in_transfer: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_evictable: int = 0
+    prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    generated_tokens_total: int = 0
+
+
+class Member(msgspec.Struct, kw_only=True):
+    """One process of the mesh."""
+
+    instance_id: str
+    role: Role
+    url: str
+    """Base URL of its HTTP face, e.g. ``http://127.0.0.1:8101``."""
+    epoch: int = 0
+    """Given by the coordinator at registration; a higher epoch of the same id fences the older."""
+    dialect: str = "kvmesh"
+    """Which adapter speaks to it."""
+    model: str = ""
+    compat_digest: str = ""
+    """Must be equal between a context and a generation server that are paired."""
+    tokens_per_block: int = 0
+    kv_cache_hash_algo: str = ""
+    max_batch_size: int = 0
+    max_seq_len: int = 0
+    dp_size: int = 1
+    ctx_info_endpoint: str | None = None
+    transfer_backend: str | None = None
+    events_endpoint: str | None = None
+    replay_endpoint: str | None = None
+    started_unix_ms: int = 0
+    pid: int = 0
+    draining: bool = False
+    load: Load = msgspec.field(default_factory=Load)
+    protocol: int = PROTOCOL_VERSION
+
+
+class Registration(msgspec.Struct, kw_only=True):
+    """``POST /members``."""
+
+    member: Member
+
+
+class RegistrationReply(msgspec.Struct, kw_only=True):
+    """Answer to a registration."""
+
+    epoch: int
+    lease_s: float
+    revision: int
+
+
+class Heartbeat(msgspec.Struct, kw_only=True):
+    """``POST /members/{instance_id}/heartbeat``: 200, or 404 when unknown (register again), 409 when fenced."""
+
+    epoch: int
+    load: Load
+    draining: bool = False
+
+
+class MemberEvent(msgspec.Struct, kw_only=True):
+    """A change of the membership."""
+
+    revision: int
+    kind: Literal["joined", "updated", "left", "dead"]
+    """``left``: said goodbye; ``dead``: its lease expired or a newer epoch took its place."""
+    member: Member
+
+
+class MemberList(msgspec.Struct, kw_only=True):
+    """``GET /members``."""
+
+    revision: int
+    members: list[Member]
+
+
+class WatchReply(msgspec.Struct, kw_only=True):
+    """``GET /members/watch?revision=N&timeout_s=T``: events after N, maybe none after T seconds.
+
+    ``reset`` set means that the history does not reach back to N: take ``members`` as the whole truth.
+    """
+
+    revision: int
+    events: list[MemberEvent] = []
+    reset: bool = False
+    members: list[Member] = []

@@ -1,0 +1,139 @@
+"""KV transfers: tickets, the control messages between two transceivers, and the ledger's entries."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kvmesh.protocol.version import PROTOCOL_VERSION
+
+__all__ = [
+    "CancelSession",
+    "ControlMessage",
+    "Hello",
+    "HelloReply",
+    "LedgerEvent",
+    "Refused",
+    "RequestData",
+    "ResultAck",
+    "Ticket",
+    "TransferResult",
+    "TransferState",
+]
+
+TransferState = Literal["registered", "transferring", "completed", "failed", "cancelled", "timed_out"]
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """The right to read one request's pages once, minted and signed by the page owner."""
+
+    transfer_id: int
+    owner_instance_id: str
+    owner_epoch: int
+    num_tokens: int
+    """Tokens whose KV the pages hold (the prompt's length)."""
+    layout_digest: str
+    expires_unix_ms: int
+    nonce: bytes
+    protocol: int = PROTOCOL_VERSION
+
+
+class Hello(msgspec.Struct, tag=True, kw_only=True):
+    """Receiver to sender, once per pair: who I am, what must agree, and how you can reach my memory."""
+
+    instance_id: str
+    epoch: int
+    layout_digest: str
+    layout_summary: str
+    """What the digest covers, readable: a refusal names both values."""
+    backend: str
+    agent: bytes = b""
+    """Backend-specific descriptor (NIXL agent metadata, pool address...)."""
+    protocol: int = PROTOCOL_VERSION
+
+
+class HelloReply(msgspec.Struct, tag=True, kw_only=True):
+    """Sender to receiver."""
+
+    instance_id: str
+    epoch: int
+    layout_digest: str
+    layout_summary: str
+    backend: str
+    agent: bytes = b""
+    refused: str | None = None
+    """A sentence when the two cannot pair, else None."""
+    protocol: int = PROTOCOL_VERSION
+
+
+class RequestData(msgspec.Struct, tag=True, kw_only=True):
+    """Receiver to sender: these pages of this ticket, into these pages of mine."""
+
+    transfer_id: int
+    session: int
+    """The receiver's session number, echoed in every answer: an answer to an older session is dropped."""
+    ticket: bytes
+    first_block: list[int]
+    """Per layer group: the index of the first block that is wanted; earlier blocks are already held."""
+    dst_pages: list[bytes]
+    """Per layer group: int32 page ids at the receiver, one for each wanted block, in order."""
+
+
+class TransferResult(msgspec.Struct, tag=True, kw_only=True):
+    """Sender to receiver. Pull planes: ``ready`` carries the source pages; push planes: ``done`` when they are written."""
+
+    transfer_id: int
+    session: int
+    status: Literal["ready", "done", "failed", "cancelled"]
+    src_pages: list[bytes] = []
+    checksums: list[bytes] = []
+    """Per layer group: uint64 per page, empty when checksums are off."""
+    bytes_moved: int = 0
+    message: str = ""
+
+
+class ResultAck(msgspec.Struct, tag=True, kw_only=True):
+    """Receiver to sender: this session reads no more (``done``, ``failed`` or ``cancelled``); pages may be released."""
+
+    transfer_id: int
+    session: int
+    status: Literal["done", "failed", "cancelled"]
+
+
+class CancelSession(msgspec.Struct, tag=True, kw_only=True):
+    """Either side: this transfer is not wanted any more. Remembered when it arrives before its session."""
+
+    transfer_id: int
+    session: int = 0
+
+
+class Refused(msgspec.Struct, tag=True, kw_only=True):
+    """Sender to receiver: the request is refused (forged, expired, foreign or replayed ticket: 403)."""
+
+    transfer_id: int
+    session: int
+    status: int
+    code: str
+    message: str
+
+
+ControlMessage = Hello | HelloReply | RequestData | TransferResult | ResultAck | CancelSession | Refused
+
+
+class LedgerEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One state change of one transfer, as one side saw it."""
+
+    transfer_id: int
+    side: Literal["context", "generation"]
+    instance_id: str
+    epoch: int
+    state: TransferState
+    unix_ms: int
+    peer_instance_id: str | None = None
+    request_id: str = ""
+    num_tokens: int = 0
+    num_pages: int = 0
+    num_bytes: int = 0
+    deadline_unix_ms: int | None = None
+    reason: str = ""
