@@ -48,7 +48,7 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True):
     """What the generation engine needs to pull a prompt's pages: signed by the page owner, opaque to everyone else."""
 
     ticket: bytes
-    """A signed :class:`kvmesh.protocol.transfer.Ticket` (payload and HMAC-SHA256, see ``kvmesh.transceiver.tickets``)."""
+    """A signed :class:`kvmesh.protocol.transfer.Ticket` (see ``kvmesh.transceiver.tickets``)."""
     control_endpoint: str
     """ZMQ endpoint of the context engine's transceiver, e.g. ``tcp://127.0.0.1:41234``."""
     instance_id: str

@@ -30,9 +30,9 @@ __all__ = [
     "RequestKind",
     "RequestTimings",
     "Shutdown",
+    "ToEngine",
     "TokenBatch",
     "TokenOutput",
-    "ToEngine",
 ]
 
 RequestKind = Literal["aggregated", "context", "generation"]
@@ -153,12 +153,12 @@ class TokenBatch(msgspec.Struct, tag=True):
 
 
 class RequestFailed(msgspec.Struct, tag=True, kw_only=True):
-    """A sequence ended with an error; the fields are :class:`kvmesh.protocol.errors.ApiError`'s."""
+    """A sequence ended with an error; the fields are those of :class:`kvmesh.protocol.errors.ApiError`."""
 
     request_id: str
     status: int
     message: str
-    type: str = "invalid_request_error"
+    error_type: str = "invalid_request_error"
     code: str | None = None
     retry_after_s: int | None = None
 

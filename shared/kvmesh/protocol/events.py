@@ -20,7 +20,7 @@ class BlockStored(msgspec.Struct, tag=True, kw_only=True):
     lora_id: int | None = None
     medium: str | None = "GPU"
     lora_name: str | None = None
-    extra_keys: list[list[str] | None] | None | msgspec.UnsetType = msgspec.UNSET
+    extra_keys: list[list[str] | None] | msgspec.UnsetType | None = msgspec.UNSET
     group_idx: int | msgspec.UnsetType = msgspec.UNSET
     kv_cache_spec_kind: str | msgspec.UnsetType = msgspec.UNSET
     kv_cache_spec_sliding_window: int | msgspec.UnsetType = msgspec.UNSET

@@ -1,4 +1,4 @@
-"""The router's question to the indexer: how much of this prompt does each worker hold? (ZMQ, msgpack)
+"""The router's question to the indexer: how much of this prompt does each worker hold.
 
 A DEALER sends ``[msgpack(MatchRequest)]`` to the indexer's ROUTER and receives ``[msgpack(MatchReply)]``.
 """

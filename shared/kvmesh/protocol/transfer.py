@@ -81,7 +81,7 @@ class RequestData(msgspec.Struct, tag=True, kw_only=True):
 
 
 class TransferResult(msgspec.Struct, tag=True, kw_only=True):
-    """Sender to receiver. Pull planes: ``ready`` carries the source pages; push planes: ``done`` when they are written."""
+    """Sender to receiver. Pull planes answer ``ready`` with the source pages, push planes ``done`` once written."""
 
     transfer_id: int
     session: int
