@@ -1,0 +1,148 @@
+"""An HTTP client for talk between services: bounded in time, OpenAI-shaped errors raised as they came."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import aiohttp
+import msgspec
+
+from kvmesh.protocol.errors import ApiError
+
+__all__ = ["HttpClient", "PeerUnreachableError"]
+
+T = TypeVar("T")
+
+CONNECT_TIMEOUT_S = 2.0
+"""Services of a mesh are a LAN hop apart; a peer that does not accept within this is treated as down."""
+
+
+class PeerUnreachableError(ConnectionError):
+    """The peer could not be reached, or its connection broke before it answered."""
+
+
+class _ErrorDetail(msgspec.Struct):
+    message: str
+    type: str = "server_error"
+    param: str | None = None
+    code: str | int | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _ErrorDetail
+
+
+class HttpClient:
+    """A pooled client; use as an async context manager.
+
+    Args:
+        timeout_s: bound of a whole exchange unless a call gives its own.
+        headers: sent with each request.
+    """
+
+    def __init__(self, *, timeout_s: float = 10.0, headers: Mapping[str, str] | None = None) -> None:
+        self._timeout_s = timeout_s
+        self._headers = dict(headers or {})
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        """Open the pool."""
+        connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=30)
+        self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close the pool and its connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def call(
+        self,
+        method: str,
+        url: str,
+        reply: type[T],
+        *,
+        body: Any = None,
+        timeout_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> T:
+        """One JSON exchange.
+
+        Raises:
+            PeerUnreachableError: no connection, a broken one, or the time ran out.
+            ApiError: the peer answered 4xx or 5xx; status and body are its own.
+        """
+        async with self.open(method, url, body=body, timeout_s=timeout_s, headers=headers) as response:
+            try:
+                data = await response.read()
+            except (TimeoutError, aiohttp.ClientError) as error:
+                raise PeerUnreachableError(f"{url} broke off: {error}") from error
+        return msgspec.json.decode(data, type=reply)
+
+    @asynccontextmanager
+    async def open(
+        self,
+        method: str,
+        url: str,
+        *,
+        body: Any = None,
+        timeout_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A response whose body the caller streams; leaving the block early closes the connection.
+
+        Args:
+            method: HTTP method.
+            url: absolute URL.
+            body: bytes are sent as they are, anything else as JSON; None sends no body.
+            timeout_s: bound of the whole exchange.
+            headers: further headers.
+
+        Raises:
+            PeerUnreachableError: no connection within :data:`CONNECT_TIMEOUT_S`, or it broke.
+            ApiError: the peer answered 4xx or 5xx.
+        """
+        if self._session is None:
+            raise RuntimeError("HttpClient is used outside its async with block")
+        timeout = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+        data = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
+        sent = {"Content-Type": "application/json", **(headers or {})} if data is not None else headers
+        try:
+            response = await self._session.request(method, url, data=data, headers=sent, timeout=timeout)
+        except (TimeoutError, aiohttp.ClientError) as error:
+            raise PeerUnreachableError(f"cannot reach {url}: {error or type(error).__name__}") from error
+        try:
+            if response.status >= 400:
+                raise await _api_error(response)
+            yield response
+        finally:
+            response.close() if not response.content.at_eof() else response.release()
+
+
+async def _api_error(response: aiohttp.ClientResponse) -> ApiError:
+    try:
+        data = await response.read()
+    except (TimeoutError, aiohttp.ClientError) as error:
+        raise PeerUnreachableError(f"{response.url} broke off: {error}") from error
+    retry_after = response.headers.get("Retry-After", "")
+    retry_after_s = int(retry_after) if retry_after.isdigit() else None
+    try:
+        detail = msgspec.json.decode(data, type=_ErrorBody).error
+    except msgspec.DecodeError:
+        text = data[:200].decode(errors="replace")
+        return ApiError(response.status, f"{response.url} answered {response.status}: {text}", type="server_error")
+    code = None if detail.code is None else str(detail.code)
+    return ApiError(
+        response.status,
+        detail.message,
+        type=detail.type,
+        code=code,
+        param=detail.param,
+        retry_after_s=retry_after_s,
+    )

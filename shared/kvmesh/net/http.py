@@ -1,0 +1,163 @@
+"""HTTP plumbing every service shares: bodies, OpenAI-shaped errors, request ids, keys and metrics.
+
+Middlewares are plain callables; :func:`middlewares` gives the usual stack in its order.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, TypeVar
+
+import msgspec
+import structlog
+from aiohttp import web
+
+from kvmesh.protocol.errors import ApiError, bad_request
+from kvmesh.telemetry import get_logger
+from kvmesh.telemetry.metrics import Metrics
+
+__all__ = [
+    "REQUEST_ID",
+    "REQUEST_ID_HEADER",
+    "api_key_middleware",
+    "error_response",
+    "json_response",
+    "middlewares",
+    "read_json",
+]
+
+T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
+
+REQUEST_ID_HEADER = "X-Request-Id"
+REQUEST_ID = web.RequestKey("kvmesh_request_id", str)
+MAX_BODY_BYTES = 32 * 1024 * 1024
+"""A million-token prompt as JSON integers is about 7 MB."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/prometheus/metrics", "/version"})
+"""Probes and scrapers carry no API key."""
+
+_log = get_logger("http")
+
+
+def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    """A JSON response encoded by msgspec (structs, dataclasses and plain data)."""
+    return web.Response(body=msgspec.json.encode(body), status=status, headers=headers, content_type="application/json")
+
+
+def error_response(error: ApiError) -> web.Response:
+    """An error as OpenAI's clients expect it, with ``Retry-After`` where one is known."""
+    headers = {"Retry-After": str(error.retry_after_s)} if error.retry_after_s is not None else None
+    return json_response(error.body(), error.status, headers)
+
+
+async def read_json(request: web.Request, type: type[T]) -> T:
+    """Decode the body.
+
+    Raises:
+        ApiError: 400 when the body is no JSON or not of ``type``.
+    """
+    body = await request.read()
+    try:
+        return msgspec.json.decode(body, type=type)
+    except msgspec.ValidationError as error:
+        raise bad_request(f"Invalid request body: {error}.") from None
+    except msgspec.DecodeError as error:
+        raise bad_request(f"The request body is not valid JSON: {error}.", code="invalid_json") from None
+
+
+def middlewares(metrics: Metrics, extra: Iterable[Middleware] = ()) -> list[Any]:
+    """Request id and metrics outside, then errors, then ``extra`` (keys, drain), then the handler."""
+    return [_request_id, _measured(metrics), _errors, *map(_adapted, extra)]
+
+
+def _adapted(middleware: Middleware) -> Any:
+    @web.middleware
+    async def run(request: web.Request, handler: Handler) -> web.StreamResponse:  # a bound method cannot be marked
+        return await middleware(request, handler)
+
+    return run
+
+
+@web.middleware
+async def _request_id(request: web.Request, handler: Handler) -> web.StreamResponse:
+    request_id = request.headers.get(REQUEST_ID_HEADER) or uuid.uuid4().hex
+    request[REQUEST_ID] = request_id
+    with structlog.contextvars.bound_contextvars(request_id=request_id):
+        response = await handler(request)
+    if not response.prepared:
+        response.headers[REQUEST_ID_HEADER] = request_id
+    return response
+
+
+def _measured(metrics: Metrics) -> Any:
+    @web.middleware
+    async def measure(request: web.Request, handler: Handler) -> web.StreamResponse:
+        resource = request.match_info.route.resource
+        route = resource.canonical if resource is not None else "unknown"
+        status = "499"  # the client left before an answer was ready
+        started = time.perf_counter()
+        metrics.http_in_flight.inc()
+        try:
+            response = await handler(request)
+            status = str(response.status)
+            return response
+        finally:
+            metrics.http_in_flight.dec()
+            metrics.http_requests.labels(route, status).inc()
+            metrics.http_seconds.labels(route).observe(time.perf_counter() - started)
+
+    return measure
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return error_response(error)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        return error_response(_from_aiohttp(request, error))
+    except ConnectionResetError:
+        raise  # the client left in mid-answer; there is nobody to tell
+    except Exception:
+        # The border of the service: whatever went wrong is logged here and no stack trace leaves.
+        _log.exception("request failed", path=request.path)
+        return error_response(
+            ApiError(500, "Internal error; the server's log has the details.", type="server_error", code="internal")
+        )
+
+
+def _from_aiohttp(request: web.Request, error: web.HTTPException) -> ApiError:
+    if error.status == 404:
+        return ApiError(404, f"No such path: {request.path}. See /openapi.json on the router.", code="not_found")
+    if error.status == 405:
+        return ApiError(405, f"{request.path} does not accept {request.method}.", code="method_not_allowed")
+    if error.status == 413:
+        return ApiError(413, f"The body is over {MAX_BODY_BYTES} bytes; send a shorter prompt.", code="too_large")
+    return ApiError(error.status, error.reason)
+
+
+def api_key_middleware(keys: Callable[[], frozenset[str]], open_paths: frozenset[str] = OPEN_PATHS) -> Middleware:
+    """Require ``Authorization: Bearer KEY`` while ``keys()`` is not empty; probes stay open."""
+
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        accepted = keys()
+        if accepted and request.path not in open_paths:
+            given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip().encode()
+            # Every key is compared in constant time: how long it takes says nothing about which is close.
+            if not sum(hmac.compare_digest(given, key.encode()) for key in accepted):
+                raise ApiError(
+                    401,
+                    "Missing or unknown API key; send it as 'Authorization: Bearer KEY'.",
+                    type="authentication_error",
+                    code="invalid_api_key",
+                )
+        return await handler(request)
+
+    return check

@@ -1,0 +1,178 @@
+"""The life cycle of a service: an app (routes) inside a runner (sockets, signals, drain).
+
+A service is a :class:`Service`; :func:`run_service` is a whole process around it, :func:`serving` the same in a test.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import anyio
+from aiohttp import web
+from anyio.abc import TaskGroup
+
+from kvmesh.net.faults import arm_from_environment
+from kvmesh.net.http import MAX_BODY_BYTES, Handler, Middleware, json_response, middlewares
+from kvmesh.protocol.errors import unavailable
+from kvmesh.telemetry import get_logger
+from kvmesh.telemetry.metrics import CONTENT_TYPE, Metrics
+
+__all__ = ["Health", "Service", "run_service", "serving"]
+
+_log = get_logger("service")
+
+LISTEN_BACKLOG = 1024
+
+
+class Health(NamedTuple):
+    """Whether a service can do its work, and why not."""
+
+    ok: bool
+    detail: str = ""
+
+
+class Service:
+    """Routes plus what lives beside them. Constructors open nothing; :meth:`start` does.
+
+    Subclasses add routes to ``self.app.router`` in their constructor.
+
+    Args:
+        name: ``router``, ``context``...; appears in logs and metrics.
+        middleware: further middlewares, innermost last (API keys).
+        drain_s: how long a stopping service waits for the requests it has begun.
+    """
+
+    def __init__(self, name: str, *, middleware: Iterable[Middleware] = (), drain_s: float = 10.0) -> None:
+        self.name = name
+        self.metrics = Metrics()
+        self.draining = False
+        self.drain_s = drain_s
+        self._in_flight = 0
+        self._idle: anyio.Event | None = None
+        self.app = web.Application(
+            middlewares=middlewares(self.metrics, [*middleware, self._gate]), client_max_size=MAX_BODY_BYTES
+        )
+        self.app.router.add_get("/health", self._health)
+        self.app.router.add_get("/metrics", self._metrics)
+        self.app.router.add_get("/prometheus/metrics", self._metrics)
+
+    async def start(self, tasks: TaskGroup, url: str) -> None:
+        """Begin work. The socket already listens at ``url``; a request that needs more answers 503 until then."""
+
+    async def stop(self) -> None:
+        """Release everything; called once, after the drain, with a shielded scope."""
+
+    def health(self) -> Health:
+        """The truth about this service now."""
+        return Health(True)
+
+    def statistics(self) -> dict[str, float]:
+        """Numbers of this service; see subclasses."""
+        return {"in_flight": self._in_flight}
+
+    async def drain(self) -> None:
+        """Refuse new work and wait, at most ``drain_s``, for what has begun."""
+        self.draining = True
+        if not self._in_flight:
+            return
+        self._idle = anyio.Event()
+        with anyio.move_on_after(self.drain_s) as scope:
+            await self._idle.wait()
+        if scope.cancelled_caught:
+            _log.warning("drain ended with requests unfinished", requests=self._in_flight)
+
+    async def _gate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.method != "POST":
+            return await handler(request)
+        if self.draining:
+            raise unavailable(
+                f"This {self.name} server is shutting down; send the request to another.", code="draining"
+            )
+        self._in_flight += 1
+        try:
+            return await handler(request)
+        finally:
+            self._in_flight -= 1
+            if self._idle is not None and not self._in_flight:
+                self._idle.set()
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        health = Health(False, "draining") if self.draining else self.health()
+        body = {"status": "ok" if health.ok else "unavailable", "detail": health.detail, "service": self.name}
+        return json_response(body, 200 if health.ok else 503)
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(body=self.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+
+@asynccontextmanager
+async def serving(service: Service, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
+    """Serve for the length of an ``async with`` block; gives the base URL.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+    listener = socket.create_server(
+        (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
+    )
+    url = f"http://{_advertised(host)}:{listener.getsockname()[1]}"
+    # A client that leaves cancels its handler: that is how a request learns that nobody wants it any more.
+    runner = web.AppRunner(service.app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    async with anyio.create_task_group() as tasks:
+        try:
+            await runner.setup()
+            await web.SockSite(runner, listener).start()
+            await service.start(tasks, url)
+            yield url
+        finally:
+            with anyio.CancelScope(shield=True):
+                await service.drain()
+                await runner.cleanup()
+                await service.stop()
+            listener.close()
+            tasks.cancel_scope.cancel()
+
+
+def run_service(service: Service, host: str, port: int, *, on_ready: Callable[[str], None] | None = None) -> None:
+    """Be the process of ``service`` until SIGTERM or SIGINT.
+
+    Args:
+        service: what to run.
+        host: address to bind.
+        port: TCP port, 0 for any free one.
+        on_ready: called with the base URL once the service has started.
+    """
+    arm_from_environment()
+    anyio.run(_main, service, host, port, on_ready, backend_options={"use_uvloop": True})
+
+
+async def _main(service: Service, host: str, port: int, on_ready: Callable[[str], None] | None) -> None:
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_serve, service, host, port, on_ready, tasks.cancel_scope)
+            async for number in signals:
+                _log.info("stopping", signal=signal.Signals(number).name)
+                tasks.cancel_scope.cancel()
+                break
+
+
+async def _serve(
+    service: Service, host: str, port: int, on_ready: Callable[[str], None] | None, outer: anyio.CancelScope
+) -> None:
+    async with serving(service, host, port) as url:
+        _log.info("serving", url=url)
+        if on_ready is not None:
+            on_ready(url)
+        await anyio.sleep_forever()
+    outer.cancel()
+
+
+def _advertised(host: str) -> str:
+    """The address that others reach: a wildcard is not one, so the machine's own name stands for it."""
+    if host in ("0.0.0.0", "::"):  # noqa: S104
+        return socket.gethostbyname(socket.gethostname())
+    return f"[{host}]" if ":" in host else host

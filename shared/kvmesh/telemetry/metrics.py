@@ -1,0 +1,67 @@
+"""Prometheus metrics: one registry a process, and the HTTP metrics that every service has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+__all__ = ["LATENCY_BUCKETS_S", "Metrics", "StatisticsCollector"]
+
+LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 180)
+"""From a proxy hop to the request deadline."""
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+
+class Metrics:
+    """The registry of one service, and its HTTP metrics."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.http_requests = Counter(
+            "kvmesh_http_requests_total", "HTTP requests answered", ["route", "status"], registry=self.registry
+        )
+        self.http_seconds = Histogram(
+            "kvmesh_http_request_seconds",
+            "Time from a request's head to its last byte",
+            ["route"],
+            buckets=LATENCY_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.http_in_flight = Gauge("kvmesh_http_in_flight", "HTTP requests being served", registry=self.registry)
+
+    def collect_statistics(
+        self, prefix: str, read: Callable[[], Mapping[str, float]], documentation: Mapping[str, str] | None = None
+    ) -> None:
+        """Expose a ``statistics()`` mapping: keys ending in ``_total`` become counters, the others gauges."""
+        self.registry.register(StatisticsCollector(prefix, read, documentation or {}))
+
+    def render(self) -> bytes:
+        """The exposition text."""
+        return generate_latest(self.registry)
+
+
+class StatisticsCollector(Collector):
+    """Reads an object's own statistics at scrape time, so that no number is kept twice."""
+
+    def __init__(self, prefix: str, read: Callable[[], Mapping[str, float]], documentation: Mapping[str, str]) -> None:
+        self._prefix = prefix
+        self._read = read
+        self._documentation = documentation
+
+    def collect(self) -> Iterable[Metric]:
+        """See ``prometheus_client.registry.Collector``."""
+        for key, value in self._read().items():
+            name = f"{self._prefix}_{key}"
+            text = self._documentation.get(key, key.replace("_", " "))
+            if key.endswith("_total"):
+                yield CounterMetricFamily(name.removesuffix("_total"), text, value=value)
+            else:
+                yield GaugeMetricFamily(name, text, value=value)

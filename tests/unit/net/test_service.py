@@ -1,0 +1,135 @@
+"""Services start, answer, report, drain and stop."""
+
+from __future__ import annotations
+
+import anyio
+import msgspec
+import pytest
+from aiohttp import web
+
+from kvmesh.net.client import HttpClient, PeerUnreachableError
+from kvmesh.net.http import REQUEST_ID_HEADER, api_key_middleware, json_response, read_json
+from kvmesh.net.service import Health, Service, serving
+from kvmesh.protocol.errors import ApiError
+
+
+class Greeting(msgspec.Struct):
+    name: str
+
+
+class Greeter(Service):
+    """A service with one slow and one broken route."""
+
+    def __init__(self, keys: frozenset[str] = frozenset()) -> None:
+        super().__init__("greeter", middleware=[api_key_middleware(lambda: keys)], drain_s=5)
+        self.ready = False
+        self.entered = anyio.Event()
+        self.release = anyio.Event()
+        self.cancelled = anyio.Event()
+        self.app.router.add_post("/greet", self._greet)
+        self.app.router.add_post("/slow", self._slow)
+        self.app.router.add_post("/broken", self._broken)
+
+    async def start(self, tasks: anyio.abc.TaskGroup, url: str) -> None:
+        self.ready = True
+
+    def health(self) -> Health:
+        return Health(self.ready, "" if self.ready else "not started")
+
+    async def _greet(self, request: web.Request) -> web.Response:
+        return json_response({"hello": (await read_json(request, Greeting)).name})
+
+    async def _slow(self, request: web.Request) -> web.Response:
+        self.entered.set()
+        try:
+            await self.release.wait()
+        except BaseException:
+            self.cancelled.set()
+            raise
+        return json_response({"slow": True})
+
+    async def _broken(self, request: web.Request) -> web.Response:
+        raise KeyError("secret detail")
+
+
+async def test_json_exchange_request_id_and_health() -> None:
+    async with serving(Greeter()) as url, HttpClient() as client:
+        assert await client.call("POST", f"{url}/greet", dict[str, str], body={"name": "Ada"}) == {"hello": "Ada"}
+        async with client.open("GET", f"{url}/health", headers={REQUEST_ID_HEADER: "r-1"}) as response:
+            assert response.headers[REQUEST_ID_HEADER] == "r-1"
+            assert (await response.json())["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        ("/greet", b"{", 400, "not valid JSON"),
+        ("/greet", b'{"name": 5}', 400, "$.name"),
+        ("/nowhere", b"{}", 404, "No such path"),
+        ("/health", b"{}", 405, "does not accept POST"),
+        ("/broken", b"{}", 500, "Internal error"),
+    ],
+)
+async def test_every_error_has_the_openai_shape(path: str, body: bytes, status: int, says: str) -> None:
+    async with serving(Greeter()) as url, HttpClient() as client:
+        with pytest.raises(ApiError) as caught:
+            await client.call("POST", url + path, dict[str, str], body=body)
+    assert caught.value.status == status
+    assert says in caught.value.message
+    assert "secret" not in caught.value.message
+
+
+async def test_api_keys_guard_all_but_the_probes() -> None:
+    async with serving(Greeter(frozenset({"k1", "k2"}))) as url, HttpClient() as client:
+        assert (await client.call("GET", f"{url}/health", dict[str, str]))["status"] == "ok"
+        for headers in ({}, {"Authorization": "Bearer k3"}, {"Authorization": "Bearer k\u00e9"}):
+            with pytest.raises(ApiError) as caught:
+                await client.call("POST", f"{url}/greet", dict[str, str], body={"name": "x"}, headers=headers)
+            assert caught.value.status == 401
+        good = {"Authorization": "Bearer k2"}
+        await client.call("POST", f"{url}/greet", dict[str, str], body={"name": "x"}, headers=good)
+
+
+async def test_drain_waits_for_the_begun_and_refuses_the_new() -> None:
+    service = Greeter()
+    answers = []
+
+    async def ask(client: HttpClient, url: str) -> None:
+        answers.append(await client.call("POST", f"{url}/slow", dict[str, bool]))
+
+    async with HttpClient() as client, serving(service) as url, anyio.create_task_group() as tasks:
+        tasks.start_soon(ask, client, url)
+        await service.entered.wait()
+        async with anyio.create_task_group() as draining:
+            draining.start_soon(service.drain)
+            await anyio.wait_all_tasks_blocked()
+            with pytest.raises(ApiError) as caught:
+                await client.call("POST", f"{url}/greet", dict[str, str], body={"name": "late"})
+            assert (caught.value.status, caught.value.code) == (503, "draining")
+            service.release.set()
+    assert answers == [{"slow": True}]
+
+
+async def test_a_client_that_leaves_cancels_its_handler() -> None:
+    service = Greeter()
+    async with serving(service) as url, HttpClient() as client:
+        with pytest.raises(PeerUnreachableError):
+            await client.call("POST", f"{url}/slow", dict[str, bool], timeout_s=0.2)
+        with anyio.fail_after(5):
+            await service.cancelled.wait()
+
+
+async def test_an_unreachable_peer_is_named() -> None:
+    async with serving(Greeter()) as url:
+        pass
+    async with HttpClient() as client:
+        with pytest.raises(PeerUnreachableError, match=url):
+            await client.call("GET", f"{url}/health", dict[str, str])
+
+
+async def test_metrics_count_requests_by_route_and_status() -> None:
+    async with serving(Greeter()) as url, HttpClient() as client:
+        await client.call("POST", f"{url}/greet", dict[str, str], body={"name": "Ada"})
+        async with client.open("GET", f"{url}/metrics") as response:
+            text = await response.text()
+    assert 'kvmesh_http_requests_total{route="/greet",status="200"} 1.0' in text
