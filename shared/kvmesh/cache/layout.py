@@ -1,0 +1,258 @@
+"""What a KV cache page is made of: the one place where page bytes and buffer offsets are derived.
+
+A model states :class:`CacheRequirements`; :meth:`PageLayout.build` turns them into layer groups and pools. Layers whose
+pages live and die together (same kind, same window) form a layer group, numbered in layer order of first occurrence.
+Groups whose pages have the same size share one pool; a pool is an array of equal slots, and a slot holds one page: the
+buffers of all layers of one group for ``tokens_per_block`` consecutive tokens.
+
+Inside a page every layer has its K buffer, then its V buffer, each a contiguous
+``[num_kv_heads, tokens_per_block, head_dim]``, 64-byte aligned.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+__all__ = [
+    "LAYOUT_VERSION",
+    "BufferSpec",
+    "CacheKind",
+    "CacheRequirements",
+    "LayerCacheSpec",
+    "LayerGroupLayout",
+    "LayoutError",
+    "PageLayout",
+    "PoolLayout",
+    "dtype_bytes",
+]
+
+LAYOUT_VERSION = 1
+"""Raised whenever the bytes of a page change their meaning; servers of different versions do not pair."""
+
+BUFFER_ALIGNMENT = 64
+"""A cache line, and the widest vector load of the kernels."""
+
+CacheKind = Literal["attention", "mla", "cross", "state"]
+
+_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class LayoutError(ValueError):
+    """The model asks for a cache that cannot be laid out; the message says why."""
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one element of ``dtype``.
+
+    Raises:
+        LayoutError: the cache cannot store this dtype.
+    """
+    try:
+        return _DTYPE_BYTES[dtype]
+    except KeyError:
+        raise LayoutError(f"not supported yet: KV cache dtype {dtype!r} (known: {', '.join(_DTYPE_BYTES)})") from None
+
+
+class LayerCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What one layer of a model wants to keep per token."""
+
+    layer_index: int
+    kind: CacheKind = "attention"
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    window: int | None = None
+    """Attention window in tokens, None for full attention."""
+
+
+class CacheRequirements(msgspec.Struct, frozen=True):
+    """A model's cache needs, one entry for each layer that has a cache."""
+
+    layers: tuple[LayerCacheSpec, ...]
+
+
+class BufferSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One contiguous ``[num_kv_heads, tokens_per_block, head_dim]`` buffer inside a page."""
+
+    role: Literal["k", "v"]
+    layer: int
+    offset_bytes: int
+    """From the start of the page."""
+    nbytes: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+
+
+class LayerGroupLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers whose pages are allocated and freed together."""
+
+    group_id: int
+    kind: CacheKind
+    window: int | None
+    layers: tuple[int, ...]
+    pool: int
+    """Index of the pool whose slots hold this group's pages."""
+    page_bytes: int
+    buffers: tuple[BufferSpec, ...]
+
+    def buffer(self, layer: int, role: Literal["k", "v"]) -> BufferSpec:
+        """The buffer of ``layer`` with ``role``.
+
+        Raises:
+            KeyError: the layer is not in this group.
+        """
+        for buffer in self.buffers:
+            if buffer.layer == layer and buffer.role == role:
+                return buffer
+        raise KeyError(f"layer group {self.group_id} has no {role} buffer of layer {layer}")
+
+
+class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """An array of equal slots, shared by the layer groups whose pages have this size."""
+
+    page_bytes: int
+    groups: tuple[int, ...]
+
+
+class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """The layout of every page of one model's cache; what two servers must agree on before pages may travel."""
+
+    tokens_per_block: int
+    groups: tuple[LayerGroupLayout, ...]
+    pools: tuple[PoolLayout, ...]
+    version: int = LAYOUT_VERSION
+
+    @classmethod
+    def build(cls, requirements: CacheRequirements, tokens_per_block: int) -> PageLayout:
+        """Lay out the pages of a model.
+
+        Raises:
+            LayoutError: a layer appears twice, a size is not positive, or a kind or dtype is not supported.
+        """
+        if tokens_per_block < 1:
+            raise LayoutError(f"tokens_per_block must be positive, not {tokens_per_block}")
+        if not requirements.layers:
+            raise LayoutError("the model states no layer with a cache")
+        members: dict[tuple[CacheKind, int | None], list[LayerCacheSpec]] = {}
+        seen: set[int] = set()
+        for layer in requirements.layers:
+            _check_layer(layer, seen)
+            members.setdefault((layer.kind, layer.window), []).append(layer)
+
+        groups: list[LayerGroupLayout] = []
+        pool_of_size: dict[int, int] = {}
+        pool_groups: list[list[int]] = []
+        for group_id, ((kind, window), layers) in enumerate(members.items()):
+            buffers, page_bytes = _place_buffers(layers, tokens_per_block)
+            pool = pool_of_size.setdefault(page_bytes, len(pool_of_size))
+            if pool == len(pool_groups):
+                pool_groups.append([])
+            pool_groups[pool].append(group_id)
+            groups.append(
+                LayerGroupLayout(
+                    group_id=group_id,
+                    kind=kind,
+                    window=window,
+                    layers=tuple(layer.layer_index for layer in layers),
+                    pool=pool,
+                    page_bytes=page_bytes,
+                    buffers=buffers,
+                )
+            )
+        pools = tuple(
+            PoolLayout(page_bytes=page_bytes, groups=tuple(pool_groups[pool]))
+            for page_bytes, pool in pool_of_size.items()
+        )
+        return cls(tokens_per_block=tokens_per_block, groups=tuple(groups), pools=pools)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Device bytes that one block (``tokens_per_block`` tokens, all layers) takes over all pools."""
+        return sum(group.page_bytes for group in self.groups)
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks that ``num_tokens`` tokens occupy."""
+        return -(-num_tokens // self.tokens_per_block)
+
+    def group_of_layer(self, layer: int) -> LayerGroupLayout:
+        """The group that holds ``layer``.
+
+        Raises:
+            KeyError: no group holds it.
+        """
+        for group in self.groups:
+            if layer in group.layers:
+                return group
+        raise KeyError(f"no layer group holds layer {layer}")
+
+    def digest(self, model_id: str, extra: Mapping[str, str | int] | None = None) -> str:
+        """Hex SHA-256 of everything that two servers must agree on: this layout, the model and ``extra`` facts."""
+        facts = {"layout": self, "model": model_id, "extra": dict(sorted((extra or {}).items()))}
+        return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()
+
+    def summary(self) -> str:
+        """One readable line of what :meth:`digest` covers, for the message of a refused pairing."""
+        groups = "; ".join(
+            f"group {group.group_id}: {len(group.layers)} {group.kind} layers, "
+            f"window {'full' if group.window is None else group.window}, "
+            f"{_shapes(group)}, {group.page_bytes} bytes a page"
+            for group in self.groups
+        )
+        return f"layout v{self.version}, {self.tokens_per_block} tokens a block; {groups}"
+
+    def to_msgpack(self) -> bytes:
+        """Encode for the wire."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def from_msgpack(cls, data: bytes) -> PageLayout:
+        """Decode what :meth:`to_msgpack` made.
+
+        Raises:
+            msgspec.ValidationError: the bytes are not a page layout.
+        """
+        return msgspec.msgpack.decode(data, type=cls)
+
+
+def _check_layer(layer: LayerCacheSpec, seen: set[int]) -> None:
+    if layer.layer_index in seen:
+        raise LayoutError(f"layer {layer.layer_index} states its cache twice")
+    seen.add(layer.layer_index)
+    if layer.kind != "attention":
+        raise LayoutError(f"not supported yet: cache kind {layer.kind!r} (layer {layer.layer_index})")
+    if layer.num_kv_heads < 1 or layer.head_dim < 1 or (layer.window is not None and layer.window < 1):
+        raise LayoutError(f"layer {layer.layer_index}: heads, head_dim and window must be positive")
+
+
+def _place_buffers(layers: list[LayerCacheSpec], tokens_per_block: int) -> tuple[tuple[BufferSpec, ...], int]:
+    buffers: list[BufferSpec] = []
+    offset = 0
+    roles: tuple[Literal["k", "v"], ...] = ("k", "v")
+    for layer in layers:
+        nbytes = layer.num_kv_heads * tokens_per_block * layer.head_dim * dtype_bytes(layer.dtype)
+        for role in roles:
+            buffers.append(
+                BufferSpec(
+                    role=role,
+                    layer=layer.layer_index,
+                    offset_bytes=offset,
+                    nbytes=nbytes,
+                    num_kv_heads=layer.num_kv_heads,
+                    head_dim=layer.head_dim,
+                    dtype=layer.dtype,
+                )
+            )
+            offset += -(-nbytes // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
+    return tuple(buffers), offset
+
+
+def _shapes(group: LayerGroupLayout) -> str:
+    shapes = dict.fromkeys(
+        f"{buffer.num_kv_heads} KV heads x {buffer.head_dim} {buffer.dtype}" for buffer in group.buffers
+    )
+    return " + ".join(shapes)
