@@ -1,0 +1,91 @@
+"""One request inside the engine: its tokens, its progress and its place in the order of service."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvmesh.engine.sampler_state import SamplerState
+from kvmesh.engine.tokens import TokenHistory
+from kvmesh.protocol.disagg import HandOff
+from kvmesh.protocol.engine import RequestKind, RequestTimings
+from kvmesh.protocol.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from kvmesh.cache.manager import KvCache
+
+    from kvmesh.hashing import ReuseScope
+
+__all__ = ["Phase", "Sequence"]
+
+
+class Phase(enum.Enum):
+    """Where a sequence is; semantics of a disaggregated request in brackets."""
+
+    WAITING = "waiting"
+    """Queued: holds no pages (CONTEXT_INIT, GENERATION_INIT)."""
+    RECEIVING = "receiving"
+    """Its prompt's pages are on their way from a context server (TRANS_IN_PROGRESS); cannot be preempted."""
+    RUNNING = "running"
+    """Holds pages; every step may compute some of its tokens."""
+    FINISHED = "finished"
+    """Over; holds nothing. (A context request's pages may still be sent: the transfer's lease owns them.)"""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """The engine's record of one request. The executor's thread owns it."""
+
+    request_id: str
+    kind: RequestKind
+    params: SamplingParams
+    history: TokenHistory
+    state: SamplerState
+    scope: ReuseScope
+    arrival: int
+    """Order of arrival, unique."""
+    priority: int = 0
+    """Higher is served first."""
+    deadline_s: float | None = None
+    """Monotonic time at which the request fails."""
+    transfer_id: int = 0
+    handoff: HandOff | None = None
+    """Generation kind: how to get the prompt's pages; None once they are here (or were lost to a preemption)."""
+    phase: Phase = Phase.WAITING
+    cache: KvCache | None = None
+    num_computed: int = 0
+    """Leading tokens whose KV is in the cache."""
+    num_cached: int | None = None
+    """Prompt tokens found in the local cache when first scheduled; None before."""
+    timings: RequestTimings = field(default_factory=RequestTimings)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Sort key of service: priority first, then arrival; smaller is served earlier."""
+        return (-self.priority, self.arrival)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens known but not yet computed: 1 while decoding, more while (re)computing a context."""
+        return self.history.length - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only the newest generated token is left to compute."""
+        return self.num_pending == 1 and self.history.output_length > 0
+
+    @property
+    def awaits_transfer(self) -> bool:
+        """Whether its prompt's pages have yet to come from a context server."""
+        return self.handoff is not None
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that prompt and output can reach together."""
+        return self.history.prompt_length + self.params.max_tokens
+
+    @property
+    def max_cached_length(self) -> int:
+        """Tokens whose KV can ever be in the cache: the last sampled token is never computed."""
+        return self.max_length - 1
