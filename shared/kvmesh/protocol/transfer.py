@@ -18,7 +18,10 @@ __all__ = [
     "RequestData",
     "ResultAck",
     "Ticket",
+    "TransferList",
+    "TransferRecord",
     "TransferResult",
+    "TransferSide",
     "TransferState",
 ]
 
@@ -36,6 +39,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     layout_digest: str
     expires_unix_ms: int
     nonce: bytes
+    control_endpoint: str = ""
+    """Where the owner listens; signed, so that nobody can be made to dial elsewhere."""
     protocol: int = PROTOCOL_VERSION
 
 
@@ -50,6 +55,10 @@ class Hello(msgspec.Struct, tag=True, kw_only=True):
     backend: str
     agent: bytes = b""
     """Backend-specific descriptor (NIXL agent metadata, pool address...)."""
+    process: bytes = b""
+    """Who the process is on its host, so that a peer on the same host sees it die at once."""
+    auth: bytes = b""
+    """HMAC-SHA256 of this message with an empty ``auth``, keyed by the cluster secret."""
     protocol: int = PROTOCOL_VERSION
 
 
@@ -62,6 +71,8 @@ class HelloReply(msgspec.Struct, tag=True, kw_only=True):
     layout_summary: str
     backend: str
     agent: bytes = b""
+    process: bytes = b""
+    auth: bytes = b""
     refused: str | None = None
     """A sentence when the two cannot pair, else None."""
     protocol: int = PROTOCOL_VERSION
@@ -89,6 +100,8 @@ class TransferResult(msgspec.Struct, tag=True, kw_only=True):
     src_pages: list[bytes] = []
     checksums: list[bytes] = []
     """Per layer group: uint64 per page, empty when checksums are off."""
+    access: bytes = b""
+    """Pull planes with a data socket: what to present there."""
     bytes_moved: int = 0
     message: str = ""
 
@@ -106,6 +119,8 @@ class CancelSession(msgspec.Struct, tag=True, kw_only=True):
 
     transfer_id: int
     session: int = 0
+    ticket: bytes = b""
+    """Receiver to sender before the ticket was redeemed: the right to give the pages up."""
 
 
 class Refused(msgspec.Struct, tag=True, kw_only=True):
@@ -137,3 +152,45 @@ class LedgerEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_bytes: int = 0
     deadline_unix_ms: int | None = None
     reason: str = ""
+
+
+class TransferSide(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What one process last said about one transfer."""
+
+    side: Literal["context", "generation"]
+    instance_id: str
+    epoch: int
+    state: TransferState
+    unix_ms: int
+    num_tokens: int = 0
+    num_pages: int = 0
+    num_bytes: int = 0
+    deadline_unix_ms: int | None = None
+    reason: str = ""
+
+
+class TransferRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """``GET /transfers/{id}``: one transfer as the ledger knows it."""
+
+    transfer_id: int
+    request_id: str
+    state: TransferState
+    """Of the whole: the worst of its sides, ``completed`` when every side is."""
+    sides: list[TransferSide]
+    started_unix_ms: int
+    updated_unix_ms: int
+    age_ms: int = 0
+    """Since the first event, until now or until the last event of a finished transfer."""
+    stuck: bool = False
+    """Past its deadline and not finished."""
+
+
+class TransferList(msgspec.Struct, kw_only=True):
+    """``GET /transfers?state=S&stuck=1&limit=N``: newest first; stuck ones oldest first."""
+
+    transfers: list[TransferRecord]
+    counts: dict[str, int]
+    """Transfers in the ledger by state."""
+    stuck: int
+    evicted: int
+    """Forgotten because the ledger was full."""
