@@ -70,6 +70,10 @@ class Service:
         """The truth about this service now."""
         return Health(True)
 
+    async def probe(self) -> Health:
+        """What ``/health`` answers; services whose truth lives in another process ask it here."""
+        return self.health()
+
     def statistics(self) -> dict[str, float]:
         """Numbers of this service; see subclasses."""
         return {"in_flight": self._in_flight}
@@ -101,7 +105,7 @@ class Service:
                 self._idle.set()
 
     async def _health(self, _request: web.Request) -> web.Response:
-        health = Health(False, "draining") if self.draining else self.health()
+        health = Health(False, "draining") if self.draining else await self.probe()
         body = {"status": "ok" if health.ok else "unavailable", "detail": health.detail, "service": self.name}
         return json_response(body, 200 if health.ok else 503)
 
