@@ -46,7 +46,7 @@ class Member(msgspec.Struct, kw_only=True):
     url: str
     """Base URL of its HTTP face, e.g. ``http://127.0.0.1:8101``."""
     epoch: int = 0
-    """Given by the coordinator at registration; a higher epoch of the same id fences the older."""
+    """A higher epoch of the same id fences the older. 0 in a registration: the coordinator chooses one."""
     dialect: str = "kvmesh"
     """Which adapter speaks to it."""
     model: str = ""
@@ -78,8 +78,10 @@ class RegistrationReply(msgspec.Struct, kw_only=True):
     """Answer to a registration."""
 
     epoch: int
+    """The member's epoch from now on; the one it asked for unless that was taken by an older life."""
     lease_s: float
     revision: int
+    incarnation: str = ""
 
 
 class Heartbeat(msgspec.Struct, kw_only=True):
@@ -104,15 +106,22 @@ class MemberList(msgspec.Struct, kw_only=True):
 
     revision: int
     members: list[Member]
+    incarnation: str = ""
+    lease_s: float = 0.0
 
 
 class WatchReply(msgspec.Struct, kw_only=True):
-    """``GET /members/watch?revision=N&timeout_s=T``: events after N, maybe none after T seconds.
+    """``GET /members/watch?incarnation=I&revision=N&timeout_s=T``: events after N, maybe none after T seconds.
 
-    ``reset`` set means that the history does not reach back to N: take ``members`` as the whole truth.
+    ``reset`` set means that the history does not reach back to N: take ``members`` as the whole truth, but for the
+    next ``grace_s`` seconds: a coordinator that has just started has not yet heard from everyone.
     """
 
     revision: int
     events: list[MemberEvent] = []
     reset: bool = False
     members: list[Member] = []
+    incarnation: str = ""
+    """Names one life of the coordinator; revisions of different incarnations cannot be compared."""
+    grace_s: float = 0.0
+    """Seconds until every live member must have registered with this incarnation."""

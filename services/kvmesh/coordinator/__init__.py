@@ -1,0 +1,11 @@
+"""The transfer coordinator: who is in the mesh, and what became of every KV transfer.
+
+Nothing waits for it: members report to it and watch it, and serve on when it is gone.
+
+``registry``  members, leases, epochs and the history of changes (pure)
+``ledger``    what both sides of every transfer said (pure)
+``storage``   TensorRT-LLM's cluster storage: keys with a time to live
+``cluster``   whether the mesh is complete enough to serve (pure)
+``app``       the HTTP faces over all of these
+``main``      the process
+"""

@@ -1,0 +1,234 @@
+"""The coordinator's HTTP faces: members and their watch, the transfer ledger, TensorRT-LLM's storage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import get_args
+
+import anyio
+import msgspec
+from aiohttp import web
+from anyio.abc import TaskGroup
+
+from kvmesh.coordinator.cluster import WORKERS_PREFIX, MinimalInstances, cluster_info
+from kvmesh.coordinator.ledger import TransferLedger
+from kvmesh.coordinator.registry import FencedError, MemberRegistry, UnknownMemberError
+from kvmesh.coordinator.storage import MemoryStore
+from kvmesh.coordinator.storage_faces import StorageFaces
+from kvmesh.net.clock import Clock
+from kvmesh.net.http import json_response, read_json
+from kvmesh.net.service import Service
+from kvmesh.protocol.errors import ApiError, bad_request
+from kvmesh.protocol.members import Heartbeat, Registration, WatchReply
+from kvmesh.protocol.transfer import LedgerEvent, TransferState
+from kvmesh.telemetry import get_logger
+
+__all__ = ["CoordinatorService"]
+
+MAX_WATCH_S = 60.0
+"""Bound of one long poll."""
+
+MAX_LISTED_TRANSFERS = 1000
+
+SWEEP_FRACTION = 0.1
+"""Of a lease: how late, at most, a death is noticed."""
+
+MAX_SWEEP_S = 1.0
+"""Stored keys expire with this resolution (TensorRT-LLM sweeps once a second)."""
+
+_log = get_logger("coordinator")
+
+
+class CoordinatorService(Service):
+    """Membership, ledger and storage behind HTTP.
+
+    Args:
+        clock: time of leases, deadlines and sweeps.
+        registry: who is in the mesh.
+        ledger: what became of the transfers.
+        store: TensorRT-LLM's cluster storage.
+        minimal: what makes ``/cluster_info`` say ready.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        registry: MemberRegistry,
+        ledger: TransferLedger,
+        store: MemoryStore,
+        *,
+        minimal: MinimalInstances | None = None,
+    ) -> None:
+        super().__init__("coordinator", drain_s=1.0)
+        self._clock = clock
+        self._registry = registry
+        self._ledger = ledger
+        self._store = store
+        self._minimal = minimal or MinimalInstances()
+        self._changed = anyio.Event()
+        self._seen_revision = registry.revision
+        self._watchers = 0
+        self.app.router.add_post("/members", self._register)
+        self.app.router.add_get("/members", self._members)
+        self.app.router.add_get("/members/watch", self._watch)
+        self.app.router.add_post("/members/{instance_id}/heartbeat", self._heartbeat)
+        self.app.router.add_delete("/members/{instance_id}", self._deregister)
+        self.app.router.add_post("/transfers", self._record)
+        self.app.router.add_get("/transfers", self._transfers)
+        self.app.router.add_get("/transfers/{transfer_id}", self._transfer)
+        self.app.router.add_get("/cluster_info", self._cluster_info)
+        StorageFaces(store).add_routes(self.app.router)
+        self.metrics.collect_statistics("kvmesh_coordinator", self.statistics)
+
+    async def start(self, tasks: TaskGroup, url: str) -> None:  # noqa: ARG002 - a coordinator need not know its URL
+        """Begin to sweep."""
+        tasks.start_soon(self._sweep_forever)
+
+    async def drain(self) -> None:
+        """Answer the watchers, so that none of them holds up the end."""
+        self.draining = True
+        self._wake()
+        await super().drain()
+
+    def statistics(self) -> dict[str, float]:
+        """Members, watchers, transfers and stored keys."""
+        ledger: Mapping[str, float] = self._ledger.statistics()._asdict()
+        return {
+            **self._registry.statistics(),
+            **{f"ledger_{name}": value for name, value in ledger.items()},
+            **{f"storage_{name}": value for name, value in self._store.statistics().items()},
+            "watchers": self._watchers,
+        }
+
+    async def _register(self, request: web.Request) -> web.Response:
+        member = (await read_json(request, Registration)).member
+        if not member.instance_id or "/" in member.instance_id:
+            raise bad_request("instance_id must be a non-empty string without '/'.", param="member.instance_id")
+        reply = self._registry.register(member)
+        _log.info("member registered", instance_id=member.instance_id, role=member.role, epoch=reply.epoch)
+        self._announce()
+        return json_response(reply)
+
+    async def _heartbeat(self, request: web.Request) -> web.Response:
+        instance_id = request.match_info["instance_id"]
+        heartbeat = await read_json(request, Heartbeat)
+        try:
+            self._registry.heartbeat(instance_id, heartbeat)
+        except UnknownMemberError:
+            raise ApiError(
+                404, f"No member {instance_id} is registered here; register again.", code="unknown_member"
+            ) from None
+        except FencedError:
+            raise ApiError(
+                409,
+                f"A newer life of {instance_id} has registered; this one (epoch {heartbeat.epoch}) must stop.",
+                code="fenced",
+            ) from None
+        self._announce()
+        return json_response({})
+
+    async def _deregister(self, request: web.Request) -> web.Response:
+        instance_id = request.match_info["instance_id"]
+        if not self._registry.deregister(instance_id, _int_query(request, "epoch", 0)):
+            raise ApiError(404, f"No member {instance_id} with this epoch.", code="unknown_member")
+        _log.info("member left", instance_id=instance_id)
+        self._announce()
+        return json_response({})
+
+    async def _members(self, _request: web.Request) -> web.Response:
+        return json_response(self._registry.members())
+
+    async def _watch(self, request: web.Request) -> web.Response:
+        incarnation = request.query.get("incarnation", "")
+        revision = _int_query(request, "revision", 0)
+        timeout_s = min(_float_query(request, "timeout_s", MAX_WATCH_S), MAX_WATCH_S)
+        self._watchers += 1
+        try:
+            reply = self._changes(incarnation, revision)
+            with anyio.move_on_after(timeout_s):
+                while not (reply.events or reply.reset or self.draining):
+                    await self._changed.wait()
+                    reply = self._changes(incarnation, revision)
+        finally:
+            self._watchers -= 1
+        return json_response(reply)
+
+    def _changes(self, incarnation: str, revision: int) -> WatchReply:
+        return self._registry.changes(incarnation, revision)
+
+    async def _record(self, request: web.Request) -> web.Response:
+        self._ledger.record(await read_json(request, list[LedgerEvent]))
+        return json_response({})
+
+    async def _transfers(self, request: web.Request) -> web.Response:
+        return json_response(
+            self._ledger.query(
+                state=_state_query(request),
+                stuck=request.query.get("stuck", "").lower() in {"1", "true", "yes"},
+                limit=min(_int_query(request, "limit", 100), MAX_LISTED_TRANSFERS),
+            )
+        )
+
+    async def _transfer(self, request: web.Request) -> web.Response:
+        text = request.match_info["transfer_id"]
+        record = self._ledger.get(int(text)) if text.isascii() and text.isdigit() else None
+        if record is None:
+            raise ApiError(404, f"The ledger knows no transfer {text}; it keeps the latest ones.", code="not_found")
+        return json_response(record)
+
+    async def _cluster_info(self, _request: web.Request) -> web.Response:
+        records = await self._store.get_prefix(WORKERS_PREFIX)
+        return json_response(cluster_info(self._registry.members().members, records, self._minimal))
+
+    async def _sweep_forever(self) -> None:
+        interval_s = min(MAX_SWEEP_S, self._registry.lease_s * SWEEP_FRACTION)
+        while True:
+            await self._clock.sleep(interval_s)
+            for member in self._registry.sweep():
+                _log.warning("member died: its lease expired", instance_id=member.instance_id, epoch=member.epoch)
+            await self._store.sweep()
+            self._announce()
+
+    def _announce(self) -> None:
+        """Wake the watchers and close the transfers of whoever died, if the membership has changed."""
+        if self._registry.revision == self._seen_revision:
+            return
+        for event in self._registry.changes(self._registry.incarnation, self._seen_revision).events:
+            if event.kind == "dead":
+                self._ledger.member_died(event.member.instance_id, event.member.epoch)
+        self._seen_revision = self._registry.revision
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+
+def _state_query(request: web.Request) -> TransferState | None:
+    text = request.query.get("state")
+    if text is None:
+        return None
+    try:
+        state: TransferState = msgspec.convert(text, TransferState)
+    except msgspec.ValidationError:
+        raise bad_request(f"state must be one of {', '.join(get_args(TransferState))}.", param="state") from None
+    return state
+
+
+def _int_query(request: web.Request, name: str, default: int) -> int:
+    text = request.query.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
+        raise bad_request(f"{name} must be a non-negative integer.", param=name)
+    return int(text)
+
+
+def _float_query(request: web.Request, name: str, default: float) -> float:
+    try:
+        value = float(request.query.get(name, default))
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise bad_request(f"{name} must be a non-negative number of seconds.", param=name)
+    return value

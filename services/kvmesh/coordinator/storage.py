@@ -1,0 +1,210 @@
+"""TensorRT-LLM's cluster storage: string keys with a time to live, and watches on key prefixes.
+
+:class:`KeyValueStore` is what the coordinator needs of a store; :class:`MemoryStore` keeps it in this process.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+import anyio
+
+from kvmesh.net.clock import Clock
+
+__all__ = ["KeyValueStore", "MemoryStore", "StoreFullError", "Watch", "WatchEvent", "WatchEventType"]
+
+NO_TTL = -1
+"""A key that lives until it is deleted."""
+
+MAX_KEYS = 100_000
+"""Worker records are a few hundred bytes: about 50 MB."""
+
+MAX_PENDING_EVENTS = 10_000
+"""Events that a watch holds for a reader that does not read; the oldest are dropped first."""
+
+
+class WatchEventType(IntEnum):
+    """What happened to a key; the numbers are TensorRT-LLM's."""
+
+    SET = 0
+    DELETE = 1
+
+
+class WatchEvent(NamedTuple):
+    """One change under a watched prefix; a deletion carries the last value."""
+
+    key: str
+    value: str
+    type: WatchEventType
+
+
+class StoreFullError(RuntimeError):
+    """The store holds as many keys as it may."""
+
+
+class Watch:
+    """Changes under one prefix, in order.
+
+    Not guaranteed: that every event arrives. A reader that falls :data:`MAX_PENDING_EVENTS` behind loses the oldest
+    (``lost`` counts them) and should read the prefix again.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.lost = 0
+        self._events: deque[WatchEvent] = deque()
+        self._arrived = anyio.Event()
+
+    def push(self, event: WatchEvent) -> None:
+        """Add an event and wake the reader."""
+        if len(self._events) >= MAX_PENDING_EVENTS:
+            self._events.popleft()
+            self.lost += 1
+        self._events.append(event)
+        self._arrived.set()
+
+    def drain_nowait(self) -> list[WatchEvent]:
+        """Everything that is there, maybe nothing."""
+        events = list(self._events)
+        self._events.clear()
+        self._arrived = anyio.Event()
+        return events
+
+    async def drain(self) -> list[WatchEvent]:
+        """Everything that is there, waiting for at least one event."""
+        while not self._events:
+            await self._arrived.wait()
+        return self.drain_nowait()
+
+
+class KeyValueStore(Protocol):
+    """Keys with a time to live. Methods are async because a store may be another process."""
+
+    async def set(self, key: str, value: str, *, overwrite: bool = False, ttl_s: float = NO_TTL) -> bool:
+        """Store a value. False, and no change, when the key exists and ``overwrite`` is not set.
+
+        Raises:
+            StoreFullError: no room for another key.
+        """
+
+    async def get(self, key: str) -> str | None:
+        """The value, or None when the key is absent or expired."""
+
+    async def expire(self, key: str, ttl_s: float) -> bool:
+        """Let a key live for ``ttl_s`` from now. False when it is absent or expired."""
+
+    async def delete(self, key: str) -> bool:
+        """Remove a key. False when it is absent or expired."""
+
+    async def get_prefix(self, prefix: str, *, keys_only: bool = False) -> dict[str, str]:
+        """All live keys that begin with ``prefix``; values are empty with ``keys_only``."""
+
+    async def sweep(self) -> int:
+        """Remove expired keys and tell watchers; called about once a second. Gives their number."""
+
+
+@dataclass(slots=True)
+class _Item:
+    value: str
+    expires_s: float | None
+
+
+class MemoryStore:
+    """A :class:`KeyValueStore` in this process's memory.
+
+    Args:
+        clock: times to live are measured on its monotonic time.
+        max_keys: memory bound.
+    """
+
+    def __init__(self, clock: Clock, *, max_keys: int = MAX_KEYS) -> None:
+        self._clock = clock
+        self._max_keys = max_keys
+        self._items: dict[str, _Item] = {}
+        self._watches: list[Watch] = []
+
+    async def set(self, key: str, value: str, *, overwrite: bool = False, ttl_s: float = NO_TTL) -> bool:
+        """See :meth:`KeyValueStore.set`."""
+        existing = self._live(key)
+        if existing is not None and not overwrite:
+            return False
+        if existing is None and len(self._items) >= self._max_keys:
+            raise StoreFullError(f"the store holds {self._max_keys} keys already")
+        self._items[key] = _Item(value, self._clock.monotonic_s() + ttl_s if ttl_s > 0 else None)
+        self._notify(key, value, WatchEventType.SET)
+        return True
+
+    async def get(self, key: str) -> str | None:
+        """See :meth:`KeyValueStore.get`."""
+        item = self._live(key)
+        return None if item is None else item.value
+
+    async def expire(self, key: str, ttl_s: float) -> bool:
+        """See :meth:`KeyValueStore.expire`."""
+        item = self._live(key)
+        if item is None:
+            return False
+        item.expires_s = self._clock.monotonic_s() + ttl_s
+        return True
+
+    async def delete(self, key: str) -> bool:
+        """See :meth:`KeyValueStore.delete`."""
+        if self._live(key) is None:
+            return False
+        self._drop(key)
+        return True
+
+    async def get_prefix(self, prefix: str, *, keys_only: bool = False) -> dict[str, str]:
+        """See :meth:`KeyValueStore.get_prefix`."""
+        now = self._clock.monotonic_s()
+        return {
+            key: "" if keys_only else item.value
+            for key, item in self._items.items()
+            if key.startswith(prefix) and not _expired(item, now)
+        }
+
+    async def sweep(self) -> int:
+        """See :meth:`KeyValueStore.sweep`."""
+        now = self._clock.monotonic_s()
+        expired = [key for key, item in self._items.items() if _expired(item, now)]
+        for key in expired:
+            self._drop(key)
+        return len(expired)
+
+    @contextmanager
+    def watch(self, prefix: str) -> Iterator[Watch]:
+        """Collect the changes under ``prefix`` for the length of a ``with`` block."""
+        watch = Watch(prefix)
+        self._watches.append(watch)
+        try:
+            yield watch
+        finally:
+            self._watches.remove(watch)
+
+    def statistics(self) -> dict[str, float]:
+        """Keys and watches now."""
+        return {"keys": len(self._items), "watches": len(self._watches)}
+
+    def _live(self, key: str) -> _Item | None:
+        item = self._items.get(key)
+        if item is not None and _expired(item, self._clock.monotonic_s()):
+            self._drop(key)
+            return None
+        return item
+
+    def _drop(self, key: str) -> None:
+        self._notify(key, self._items.pop(key).value, WatchEventType.DELETE)
+
+    def _notify(self, key: str, value: str, type: WatchEventType) -> None:
+        for watch in self._watches:
+            if key.startswith(watch.prefix):
+                watch.push(WatchEvent(key, value, type))
+
+
+def _expired(item: _Item, now_s: float) -> bool:
+    return item.expires_s is not None and item.expires_s <= now_s

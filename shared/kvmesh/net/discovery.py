@@ -1,0 +1,314 @@
+"""How services find each other: through the coordinator, or from a fixed list of URLs.
+
+Both offer :class:`Membership`. A :class:`CoordinatorClient` keeps its process registered, watches the others and
+reports transfers; it outlives the coordinator: while that is gone, everyone known stays known.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from urllib.parse import quote
+
+import anyio
+import msgspec
+from anyio.abc import TaskGroup, TaskStatus
+
+from kvmesh.net.client import HttpClient, PeerUnreachableError
+from kvmesh.net.clock import Clock, SystemClock
+from kvmesh.net.discovery_link import MAX_RETRY_S, Backoff, CoordinatorLink
+from kvmesh.net.discovery_static import StaticMembership
+from kvmesh.net.discovery_view import MemberCallback, Membership, MemberView
+from kvmesh.protocol.errors import ApiError
+from kvmesh.protocol.members import (
+    Heartbeat,
+    Load,
+    Member,
+    Registration,
+    RegistrationReply,
+    Role,
+    WatchReply,
+)
+from kvmesh.protocol.transfer import LedgerEvent
+from kvmesh.telemetry import get_logger
+
+__all__ = ["CoordinatorClient", "MemberCallback", "Membership", "StaticMembership"]
+
+HEARTBEATS_PER_LEASE = 3
+"""Two may be lost before a member is taken for dead."""
+
+EXCHANGE_TIMEOUT_S = 3.0
+"""Bound of one exchange with the coordinator, beside a watch's own time."""
+
+WATCH_S = 30.0
+"""Length of one long poll."""
+
+FAREWELL_S = 1.0
+"""How long a stopping process tries to say goodbye; its lease does the rest."""
+
+LEDGER_QUEUE = 10_000
+"""Ledger events kept while the coordinator does not answer; the oldest are dropped first."""
+
+LEDGER_BATCH = 500
+
+LEDGER_PAUSE_S = 0.1
+"""Between two batches: events of one moment travel together."""
+
+_log = get_logger("discovery")
+
+
+class CoordinatorClient:
+    """One process's tie to the coordinator. The constructor does no I/O; :meth:`start` begins, :meth:`stop` ends.
+
+    Args:
+        url: base URL of the coordinator.
+        clock: waits between attempts and heartbeats.
+        watch: whether to follow the membership; without it :meth:`members` stays empty.
+        headers: sent with every request (credentials).
+    """
+
+    def __init__(
+        self, url: str, *, clock: Clock | None = None, watch: bool = True, headers: dict[str, str] | None = None
+    ) -> None:
+        self._url = url.rstrip("/")
+        self._clock = clock or SystemClock()
+        self._watch = watch
+        self._http = HttpClient(timeout_s=EXCHANGE_TIMEOUT_S, headers=headers)
+        self._link = CoordinatorLink(self._url)
+        self._view = MemberView()
+        self._tasks: TaskGroup | None = None
+        self._announcement: _Announcement | None = None
+        self._ledger: deque[LedgerEvent] = deque(maxlen=LEDGER_QUEUE)
+        self._ledger_filled = anyio.Event()
+        self._ledger_dropped = 0
+
+    @property
+    def connected(self) -> bool:
+        """Whether the last exchange with the coordinator succeeded."""
+        return self._link.connected
+
+    @property
+    def epoch(self) -> int:
+        """This process's epoch: 0 before the first registration unless the member brought its own."""
+        return self._announcement.member.epoch if self._announcement is not None else 0
+
+    def members(self) -> list[Member]:
+        """See :meth:`Membership.members`; includes this process once it is registered."""
+        return self._view.members()
+
+    def by_role(self, role: Role) -> list[Member]:
+        """See :meth:`Membership.by_role`."""
+        return self._view.by_role(role)
+
+    def subscribe(self, callback: MemberCallback) -> Callable[[], None]:
+        """See :meth:`Membership.subscribe`."""
+        return self._view.subscribe(callback)
+
+    async def start(self, tasks: TaskGroup) -> None:
+        """Begin to watch and to report, in ``tasks``. Does not wait for the coordinator."""
+        await tasks.start(self._run)
+
+    def announce(
+        self,
+        member: Member,
+        load: Callable[[], Load] = Load,
+        *,
+        on_epoch: Callable[[int], None] | None = None,
+        on_fenced: Callable[[], None] | None = None,
+    ) -> None:
+        """Register this process and keep it registered until :meth:`stop`.
+
+        Args:
+            member: what the others see. A non-zero ``epoch`` is kept unless an older life of the same id holds it.
+            load: asked for at each heartbeat.
+            on_epoch: told the epoch whenever it is not the one told before (or asked for).
+            on_fenced: told that a newer process has taken this instance id; heartbeats end.
+
+        Raises:
+            RuntimeError: not started, or announced already.
+        """
+        if self._tasks is None:
+            raise RuntimeError("CoordinatorClient.announce() needs start() first")
+        if self._announcement is not None:
+            raise RuntimeError("a process announces one member")
+        self._announcement = _Announcement(member, load, on_epoch, on_fenced)
+        self._tasks.start_soon(self._stay_registered, self._announcement)
+
+    def set_draining(self) -> None:
+        """Tell the others, at once, that this process takes no new work."""
+        if self._announcement is not None:
+            self._announcement.member = msgspec.structs.replace(self._announcement.member, draining=True)
+            self._announcement.hurry.set()
+
+    def report(self, events: Iterable[LedgerEvent]) -> None:
+        """Queue transfer states for the ledger; never waits, drops the oldest when the queue is full."""
+        for event in events:
+            self._ledger_dropped += len(self._ledger) == LEDGER_QUEUE
+            self._ledger.append(event)
+        if self._ledger:
+            self._ledger_filled.set()
+
+    async def stop(self) -> None:
+        """Say goodbye, if the coordinator answers within :data:`FAREWELL_S`, and end all tasks; idempotent."""
+        tasks, self._tasks = self._tasks, None
+        if tasks is None:
+            return
+        with anyio.move_on_after(FAREWELL_S):
+            await self._farewell()
+        tasks.cancel_scope.cancel()
+
+    def statistics(self) -> dict[str, float]:
+        """Whether the coordinator answers, how often it was lost, and the ledger's queue."""
+        return {
+            "coordinator_connected": float(self._link.connected),
+            "coordinator_losses_total": self._link.losses,
+            "members": len(self._view.members()),
+            "ledger_queued": len(self._ledger),
+            "ledger_dropped_total": self._ledger_dropped,
+        }
+
+    async def _run(self, *, task_status: TaskStatus[None]) -> None:
+        async with self._http, anyio.create_task_group() as tasks:
+            self._tasks = tasks
+            if self._watch:
+                tasks.start_soon(self._watch_members)
+            tasks.start_soon(self._send_ledger)
+            task_status.started()
+            await anyio.sleep_forever()
+
+    async def _watch_members(self) -> None:
+        backoff = Backoff()
+        while True:
+            incarnation = self._view.incarnation
+            timeout_s = WATCH_S
+            if (expiry_s := self._view.next_expiry_s) is not None:
+                timeout_s = min(WATCH_S, max(0.0, expiry_s - self._clock.monotonic_s()))
+            try:
+                reply = await self._http.call(
+                    "GET",
+                    f"{self._url}/members/watch?incarnation={incarnation}"
+                    f"&revision={self._view.revision}&timeout_s={timeout_s:.3f}",
+                    WatchReply,
+                    timeout_s=timeout_s + EXCHANGE_TIMEOUT_S,
+                )
+            except (PeerUnreachableError, ApiError, msgspec.DecodeError) as error:
+                self._link.failed(error)
+                await self._clock.sleep(backoff.next_s())
+                continue
+            self._link.succeeded()
+            backoff.reset()
+            now_s = self._clock.monotonic_s()
+            self._view.apply(reply, now_s)
+            self._view.expire(now_s)
+            if incarnation and reply.incarnation != incarnation and self._announcement is not None:
+                self._announcement.hurry.set()  # it does not know us yet
+
+    async def _stay_registered(self, announcement: _Announcement) -> None:
+        backoff = Backoff()
+        while True:
+            try:
+                if announcement.registered:
+                    await self._heartbeat(announcement)
+                else:
+                    await self._register(announcement)
+            except ApiError as error:
+                if error.status == 404 and announcement.registered:
+                    announcement.registered = False  # a restarted coordinator, or our lease ran out
+                    continue
+                if error.status == 409:
+                    _log.error("fenced: a newer process has taken this instance id", error=error.message)
+                    if announcement.on_fenced is not None:
+                        announcement.on_fenced()
+                    return
+                self._link.failed(error)
+                wait_s = backoff.next_s()
+            except (PeerUnreachableError, msgspec.DecodeError) as error:
+                self._link.failed(error)
+                wait_s = backoff.next_s()
+            else:
+                self._link.succeeded()
+                backoff = Backoff(most_s=min(MAX_RETRY_S, announcement.interval_s))
+                wait_s = announcement.interval_s
+            await self._sleep_unless(announcement, wait_s)
+
+    async def _register(self, announcement: _Announcement) -> None:
+        member = msgspec.structs.replace(announcement.member, load=announcement.load())
+        reply = await self._http.call(
+            "POST", f"{self._url}/members", RegistrationReply, body=Registration(member=member)
+        )
+        announcement.registered = True
+        announcement.interval_s = reply.lease_s / HEARTBEATS_PER_LEASE
+        if reply.epoch != announcement.member.epoch:
+            announcement.member = msgspec.structs.replace(announcement.member, epoch=reply.epoch)
+            if announcement.on_epoch is not None:
+                announcement.on_epoch(reply.epoch)
+
+    async def _heartbeat(self, announcement: _Announcement) -> None:
+        member = announcement.member
+        body = Heartbeat(epoch=member.epoch, load=announcement.load(), draining=member.draining)
+        await self._http.call("POST", f"{self._member_url(member)}/heartbeat", dict, body=body)
+
+    async def _farewell(self) -> None:
+        announcement = self._announcement
+        if announcement is None or not announcement.registered:
+            return
+        member = announcement.member
+        try:
+            await self._http.call("DELETE", f"{self._member_url(member)}?epoch={member.epoch}", dict)
+        except (PeerUnreachableError, ApiError, msgspec.DecodeError):
+            return  # the lease will tell the others
+
+    async def _send_ledger(self) -> None:
+        backoff = Backoff()
+        while True:
+            await self._ledger_filled.wait()
+            batch = [self._ledger.popleft() for _ in range(min(LEDGER_BATCH, len(self._ledger)))]
+            try:
+                await self._http.call("POST", f"{self._url}/transfers", dict, body=batch)
+            except (PeerUnreachableError, ApiError, msgspec.DecodeError) as error:
+                self._link.failed(error)
+                room = LEDGER_QUEUE - len(self._ledger)
+                self._ledger_dropped += max(0, len(batch) - room)
+                self._ledger.extendleft(reversed(batch[max(0, len(batch) - room) :]))
+                await self._clock.sleep(backoff.next_s())
+                continue
+            self._link.succeeded()
+            backoff.reset()
+            if not self._ledger:
+                self._ledger_filled = anyio.Event()
+            await self._clock.sleep(LEDGER_PAUSE_S)
+
+    async def _sleep_unless(self, announcement: _Announcement, seconds: float) -> None:
+        """Sleep, but no longer than until someone asks to hurry."""
+
+        async def hurry() -> None:
+            await announcement.hurry.wait()
+            racers.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as racers:
+            racers.start_soon(hurry)
+            await self._clock.sleep(seconds)
+            racers.cancel_scope.cancel()
+        announcement.hurry = anyio.Event()
+
+    def _member_url(self, member: Member) -> str:
+        return f"{self._url}/members/{quote(member.instance_id, safe='')}"
+
+
+class _Announcement:
+    """What this process says of itself, and whether the coordinator has heard it."""
+
+    def __init__(
+        self,
+        member: Member,
+        load: Callable[[], Load],
+        on_epoch: Callable[[int], None] | None,
+        on_fenced: Callable[[], None] | None,
+    ) -> None:
+        self.member = member
+        self.load = load
+        self.on_epoch = on_epoch
+        self.on_fenced = on_fenced
+        self.registered = False
+        self.interval_s = 1.0
+        self.hurry = anyio.Event()
