@@ -1,0 +1,23 @@
+# Signatures of the CPython extension (csrc/ext). Arrays must be contiguous; the GIL is left for large inputs.
+
+import numpy as np
+from numpy.typing import NDArray
+
+def sha256_chain(
+    tokens: NDArray[np.int32], tokens_per_block: int, parent: bytes, include_partial: bool, /
+) -> list[bytes]: ...
+def xxh3_64(data: bytes | NDArray[np.uint8], seed: int, /) -> int: ...
+def xxh3_blocks(tokens: NDArray[np.int32], tokens_per_block: int, seed: int, out: NDArray[np.uint64], /) -> None: ...
+def xxh3_rolling(local: NDArray[np.uint64], parent: int | None, seed: int, out: NDArray[np.uint64], /) -> None: ...
+def v1_block_keys(
+    tokens: NDArray[np.int32],
+    tokens_per_block: int,
+    parent: int,
+    lora_id: int | None,
+    salt: int | None,
+    include_partial: bool,
+    out: NDArray[np.uint64],
+    /,
+) -> None: ...
+def sha256_implementation() -> str: ...
+def sha256_force_portable(portable: bool, /) -> None: ...

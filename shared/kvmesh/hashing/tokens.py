@@ -1,0 +1,29 @@
+"""The one form in which tokens travel inside a process: a contiguous one-dimensional int32 array."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["TokenIds", "as_token_ids"]
+
+TokenIds = NDArray[np.int32]
+
+
+def as_token_ids(tokens: TokenIds | Sequence[int] | bytes) -> TokenIds:
+    """Tokens as a contiguous int32 array; an array that already is one is returned as it is.
+
+    Bytes are read as little-endian int32. Lists are for edges and tests: converting one costs more than hashing it.
+
+    Raises:
+        ValueError: the input is not one-dimensional, or the bytes are not whole tokens.
+        OverflowError: a number in a list does not fit 32 bits.
+    """
+    if isinstance(tokens, bytes):
+        return np.frombuffer(tokens, dtype="<i4")
+    array = np.ascontiguousarray(tokens, dtype=np.int32)
+    if np.ndim(tokens) != 1:
+        raise ValueError(f"tokens must be one-dimensional, not {np.ndim(tokens)}-dimensional")
+    return array

@@ -1,0 +1,57 @@
+"""V2 block keys: SHA-256 chained over blocks, 256 bits kept, so that equal keys mean equal tokens and equal history."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal, assert_never
+
+from kvmesh.hashing.tokens import TokenIds
+from kvmesh.kernels import _native
+
+__all__ = ["EventHashAlgo", "event_hash", "signed_wire_hash", "v2_block_keys", "v2_partial_key", "wire_hash"]
+
+EventHashAlgo = Literal["v2_sha256", "v2_sha256_64"]
+
+
+def v2_block_keys(
+    token_ids: TokenIds, tokens_per_block: int, parent: bytes, *, include_partial: bool = False
+) -> list[bytes]:
+    """32-byte keys of consecutive blocks: ``key[i] = SHA-256(key[i-1] || tokens of block i, 4 bytes LE each)``.
+
+    Args:
+        token_ids: int32 ``[T]``, starting at a block boundary.
+        tokens_per_block: block size.
+        parent: key of the block before the first one: :func:`~kvmesh.hashing.scope.v2_root` at the start.
+        include_partial: also give the key of a trailing partial block (hashed as just its tokens).
+
+    Raises:
+        TypeError: the tokens are not a buffer of 4-byte integers.
+        ValueError: the parent has not 32 bytes, or the block size is not positive.
+    """
+    return _native.sha256_chain(token_ids, tokens_per_block, parent, include_partial)
+
+
+def v2_partial_key(token_ids: TokenIds, parent: bytes) -> bytes:
+    """Key of one block that holds exactly ``token_ids``, full or not."""
+    return hashlib.sha256(parent + token_ids.tobytes()).digest()
+
+
+def wire_hash(key: bytes) -> int:
+    """First 8 bytes of a V2 key, big-endian, unsigned: the hash on the event wire and of ``v2_sha256_64``."""
+    return int.from_bytes(key[:8], "big")
+
+
+def signed_wire_hash(key: bytes) -> int:
+    """:func:`wire_hash` as a signed 64-bit number, for consumers that store int64."""
+    return int.from_bytes(key[:8], "big", signed=True)
+
+
+def event_hash(key: bytes, algo: EventHashAlgo) -> str | int:
+    """How the buffered events name a block: lowercase hex of the key, or its first 8 bytes as an unsigned number."""
+    match algo:
+        case "v2_sha256":
+            return key.hex()
+        case "v2_sha256_64":
+            return wire_hash(key)
+        case _:
+            assert_never(algo)
