@@ -1,0 +1,27 @@
+"""``IndexerSettings``: the KV event indexer."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from kvmesh.config.endpoints import HttpUrl, Port, ZmqEndpoint
+from kvmesh.config.service import Seconds, ServiceSettings
+
+__all__ = ["IndexerSettings"]
+
+
+class IndexerSettings(ServiceSettings):
+    """Settings of the KV event indexer."""
+
+    port: Port = 8300
+    """Port of the HTTP face."""
+    match_endpoint: ZmqEndpoint = "tcp://127.0.0.1:8301"
+    """Endpoint that the match service binds."""
+    coordinator_url: HttpUrl | None = None
+    """Coordinator that knows the publishers; unset: only those registered over HTTP count."""
+    max_memory_bytes: Annotated[int, Field(gt=0)] = 1 << 30
+    """Bound of the index in bytes; the blocks that were not asked for longest are forgotten first."""
+    lease_s: Seconds = 10.0
+    """Seconds after which a silent indexer counts as gone from the membership."""

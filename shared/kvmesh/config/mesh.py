@@ -1,0 +1,67 @@
+"""``MeshSettings``: what ``kvmesh up`` starts on one machine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from kvmesh.config.coordinator import CoordinatorSettings
+from kvmesh.config.endpoints import Port
+from kvmesh.config.indexer import IndexerSettings
+from kvmesh.config.router import RouterSettings
+from kvmesh.config.service import DEFAULT_MODEL, Seconds, ServiceSettings
+from kvmesh.config.worker import WorkerSettings
+
+__all__ = ["MeshSettings"]
+
+
+class MeshSettings(ServiceSettings):
+    """A whole mesh on one machine: how many of what, and a template for each kind of process.
+
+    ``model``, ``host`` and the logging fields given here apply to every process whose own section leaves them unset.
+    """
+
+    model: str = DEFAULT_MODEL
+    """Model of all servers."""
+    num_context: Annotated[int, Field(ge=0)] = 1
+    """Context servers."""
+    num_generation: Annotated[int, Field(ge=0)] = 1
+    """Generation servers."""
+    num_aggregated: Annotated[int, Field(ge=0)] = 0
+    """Servers with no role restriction, which serve whole requests alone."""
+    context_port: Port = 8101
+    """HTTP port of the first context server; the others follow."""
+    generation_port: Port = 8201
+    """HTTP port of the first generation server; the others follow."""
+    aggregated_port: Port = 8501
+    """HTTP port of the first unrestricted server; the others follow."""
+    events_port: Port = 5557
+    """KV event port of the first worker; the others follow."""
+    replay_port: Port = 5657
+    """KV event replay port of the first worker; the others follow."""
+    ready_timeout_s: Seconds = 300.0
+    """Longest wait in seconds until every process is ready, a model download included."""
+    restart_backoff_s: Seconds = 0.5
+    """Seconds before a dead process is started again; doubled each time it dies early."""
+    restart_backoff_max_s: Seconds = 15.0
+    """Upper bound of that wait in seconds."""
+    router: RouterSettings = Field(default_factory=RouterSettings)
+    """The router."""
+    indexer: IndexerSettings = Field(default_factory=IndexerSettings)
+    """The KV event indexer."""
+    coordinator: CoordinatorSettings = Field(default_factory=CoordinatorSettings)
+    """The coordinator."""
+    context: WorkerSettings = Field(default_factory=WorkerSettings)
+    """Template of the context servers; its role and port are given by the mesh."""
+    generation: WorkerSettings = Field(default_factory=WorkerSettings)
+    """Template of the generation servers; its role and port are given by the mesh."""
+    aggregated: WorkerSettings = Field(default_factory=WorkerSettings)
+    """Template of the unrestricted servers; its role and port are given by the mesh."""
+
+    @model_validator(mode="after")
+    def require_both_halves(self) -> Self:
+        """A mesh answers only with a whole server, or with one of each half."""
+        if self.num_aggregated == 0 and (self.num_context == 0 or self.num_generation == 0):
+            raise ValueError("a mesh needs num_context and num_generation of at least 1, or num_aggregated")
+        return self

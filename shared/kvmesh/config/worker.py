@@ -1,0 +1,96 @@
+"""``WorkerSettings``: one context, generation or unrestricted server."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from kvmesh.config.base import StrictModel
+from kvmesh.config.cache_transceiver import CacheTransceiverConfig
+from kvmesh.config.endpoints import HttpUrl, Port
+from kvmesh.config.kv_cache import KvCacheConfig
+from kvmesh.config.service import DEFAULT_MODEL, Seconds, ServiceSettings
+
+__all__ = ["DEFAULT_CPU_MEMORY_BYTES", "EventWireSettings", "WorkerRole", "WorkerSettings"]
+
+DEFAULT_CPU_MEMORY_BYTES = 1 << 30
+"""Cache memory of a CPU "device" when none is stated: 46,000 tokens of the default model in float32, on any laptop."""
+
+WorkerRole = Literal["context", "generation", "both"]
+
+
+class EventWireSettings(StrictModel):
+    """How streamed KV events look on the wire, for consumers that expect another engine's habits."""
+
+    topic_style: Literal["plain", "kv"] = "plain"
+    """Topic when ``kv_events_config.topic`` is empty: ``plain`` leaves it empty, ``kv`` is ``kv@HOST:PORT@MODEL``."""
+    hash_sign: Literal["unsigned", "signed"] = "unsigned"
+    """Whether 64-bit block hashes are sent as unsigned or as two's complement signed integers."""
+    event_encoding: Literal["map", "array"] = "map"
+    """Tagged maps, or positional arrays for older consumers."""
+
+
+class WorkerSettings(ServiceSettings):
+    """Settings of a context server, a generation server, or one with no role restriction."""
+
+    role: WorkerRole = "both"
+    """Which requests it takes: prefill only, decode only, or whole requests as well."""
+    model: str = DEFAULT_MODEL
+    """Name of a known model, a directory in Hugging Face layout, or a GGUF file."""
+    served_model_name: str | None = None
+    """Name that clients use; unset: the model's own name."""
+    port: Port = 0
+    """Port of the HTTP face; 0 lets the system choose."""
+    instance_id: str | None = None
+    """Stable name in the mesh; unset: derived from role, host and port."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs; ``auto`` takes CUDA where there is a GPU."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Data type of weights and activations; ``auto`` is the checkpoint's on CUDA and float32 on the CPU."""
+    device_memory_bytes: Annotated[int, Field(gt=0)] | None = None
+    """Byte budget of a CPU device, from which ``free_gpu_memory_fraction`` takes its share; unset: 1 GiB. On CUDA the
+    device's own free memory counts."""
+    num_threads: Annotated[int, Field(gt=0)] | None = None
+    """CPU threads of the engine; unset: all cores it may use."""
+    max_batch_size: Annotated[int, Field(gt=0)] = 64
+    """Most requests that run in one step."""
+    max_num_tokens: Annotated[int, Field(gt=0)] = 512
+    """Most tokens computed in one step; prompts are prefilled in chunks of at most this size."""
+    max_seq_len: Annotated[int, Field(gt=0)] | None = None
+    """Longest sequence, prompt and answer together, in tokens; unset: the model's own limit."""
+    enable_chunked_prefill: bool = True
+    """Whether a prompt may be prefilled over several steps."""
+    scheduler_policy: Literal["guaranteed_no_evict", "max_utilization"] = "max_utilization"
+    """``max_utilization`` admits more and pauses requests when pages run out; ``guaranteed_no_evict`` reserves room for
+    the longest possible answer at admission."""
+    transfer_plane: Literal["auto", "memfd", "tcp"] = "auto"
+    """Way of the built-in data plane: shared memory on one host, TCP otherwise; ``auto`` picks per peer."""
+    transfer_checksums: bool = True
+    """Whether received pages are checked against the sender's checksums."""
+    transfer_bind_host: str = "127.0.0.1"
+    """Address that the transfer sockets bind."""
+    coordinator_url: HttpUrl | None = None
+    """Coordinator to register with; unset: the server stands alone."""
+    cluster_secret: Annotated[str | None, Field(min_length=1, repr=False)] = None
+    """Secret that signs transfer tickets, equal on all servers of a mesh. Prefer ``cluster_secret_file``."""
+    cluster_secret_file: str | None = None
+    """File that holds the cluster secret."""
+    lease_s: Seconds = 10.0
+    """Seconds after which a silent server counts as dead; it sends a heartbeat three times as often."""
+    request_timeout_s: Seconds = 180.0
+    """Deadline of one request in seconds."""
+    max_queue: Annotated[int, Field(gt=0)] = 1024
+    """Most requests that wait for admission; more are answered 429."""
+    kv_cache_config: KvCacheConfig = Field(default_factory=KvCacheConfig)
+    """The KV cache."""
+    cache_transceiver_config: CacheTransceiverConfig = Field(default_factory=CacheTransceiverConfig)
+    """The KV cache transfer between servers."""
+    events: EventWireSettings = Field(default_factory=EventWireSettings)
+    """The wire format of streamed KV events."""
+    tensor_parallel_size: Annotated[int, Field(gt=0)] = 1
+    """Tensor-parallel ranks."""
+    pipeline_parallel_size: Annotated[int, Field(gt=0)] = 1
+    """Pipeline-parallel ranks."""
+    context_parallel_size: Annotated[int, Field(gt=0)] = 1
+    """Context-parallel ranks."""
