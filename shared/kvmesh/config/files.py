@@ -163,10 +163,9 @@ def _cluster_layer(config: DisaggConfig) -> dict[str, Any]:
 def _first_port(section: DisaggServers, source: str) -> int:
     """The port of the first server, if the section's addresses are consecutive ports of this machine."""
     parts = [urlsplit(url) for url in section.urls]
-    ports = [part.port or 0 for part in parts]
-    if not all(part.hostname in _LOCAL_HOSTS for part in parts) or ports != list(
-        range(ports[0], ports[0] + len(ports))
-    ):
+    ports = [part.port for part in parts]
+    first = parts[0].port or 0
+    if {part.hostname for part in parts} - _LOCAL_HOSTS or ports != list(range(first, first + len(ports))):
         raise ConfigError(
             f"{source}: a mesh on one machine needs urls with consecutive ports of localhost, or no urls; "
             "for servers that run already, start a router with this file instead"

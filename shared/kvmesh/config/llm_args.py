@@ -20,7 +20,8 @@ WITHOUT_EFFECT = frozenset(
         "_autotuner_config", "allreduce_strategy", "attn_backend", "backend", "checkpoint_format", "cp_config",
         "enable_attention_dp", "attention_dp_config", "enable_lm_head_tp_in_adp", "gpus_per_node", "mpi_session",
         "moe_backend", "moe_cluster_parallel_size", "moe_config", "moe_expert_parallel_size",
-        "moe_tensor_parallel_size", "nvfp4_gemm_config", "orchestrator_type", "pp_partition", "ray_worker_extension_cls", "env_overrides",
+        "moe_tensor_parallel_size", "nvfp4_gemm_config", "orchestrator_type", "pp_partition",
+        "ray_worker_extension_cls", "env_overrides",
         # Speed.
         "autotuner_enabled", "batch_wait_max_tokens_ratio", "batch_wait_timeout_iters", "batch_wait_timeout_ms",
         "cuda_graph_batch_sizes", "cuda_graph_config", "cuda_graph_max_batch_size", "cuda_graph_padding_enabled",
