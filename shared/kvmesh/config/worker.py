@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kvmesh.config.base import StrictModel
 from kvmesh.config.cache_transceiver import CacheTransceiverConfig
@@ -75,7 +76,7 @@ class WorkerSettings(ServiceSettings):
     cluster_secret: Annotated[str | None, Field(min_length=1, repr=False)] = None
     """Secret that signs transfer tickets, equal on all servers of a mesh. Prefer ``cluster_secret_file``."""
     cluster_secret_file: str | None = None
-    """File that holds the cluster secret."""
+    """File that holds the cluster secret; read where ``cluster_secret`` is unset."""
     lease_s: Seconds = 10.0
     """Seconds after which a silent server counts as dead; it sends a heartbeat three times as often."""
     request_timeout_s: Seconds = 180.0
@@ -94,3 +95,18 @@ class WorkerSettings(ServiceSettings):
     """Pipeline-parallel ranks."""
     context_parallel_size: Annotated[int, Field(gt=0)] = 1
     """Context-parallel ranks."""
+
+    @model_validator(mode="after")
+    def read_cluster_secret(self) -> Self:
+        """Take the cluster secret from its file, so that everyone finds it in one place."""
+        if self.cluster_secret is None and self.cluster_secret_file is not None:
+            try:
+                secret = Path(self.cluster_secret_file).read_text(encoding="utf-8").strip()
+            except OSError as error:
+                raise ValueError(
+                    f"cannot read cluster_secret_file {self.cluster_secret_file}: {error.strerror or error}"
+                ) from error
+            if not secret:
+                raise ValueError(f"cluster_secret_file {self.cluster_secret_file} is empty")
+            self.cluster_secret = secret
+        return self

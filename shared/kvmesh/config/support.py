@@ -1,0 +1,93 @@
+"""What this version does with each field: the one table behind the start-up check and the reference page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+
+from kvmesh.config.block_reuse import BlockReuseConfig
+from kvmesh.config.cache_transceiver import CacheTransceiverConfig
+from kvmesh.config.kv_cache import KvCacheConfig
+from kvmesh.config.kv_events import KVEventsConfig
+from kvmesh.config.mamba_state import MambaStateConfig
+from kvmesh.config.pool_rebalance import KvPoolRebalanceConfig
+from kvmesh.config.router import RouterSettings
+from kvmesh.config.worker import WorkerSettings
+
+__all__ = ["DEFAULT_ONLY", "NO_EFFECT", "PARTIAL", "Partial", "unsupported_fields"]
+
+
+class Partial(NamedTuple):
+    """A field that is built for some of its values."""
+
+    values: str
+    """Those values, for people."""
+    accepts: Callable[[Any], bool]
+    """Whether a value is among them."""
+
+
+def _one_of(*values: Any) -> Partial:
+    return Partial(", ".join(str(value) for value in values), lambda value: value in values)
+
+
+NO_EFFECT: Mapping[type[BaseModel], frozenset[str]] = {
+    KvCacheConfig: frozenset({"sink_token_length", "use_uvm", "disk_cache_path"}),
+    CacheTransceiverConfig: frozenset({"max_tokens_in_buffer"}),
+    WorkerSettings: frozenset({"tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"}),
+}
+"""Accepted with any value, without effect."""
+
+DEFAULT_ONLY: Mapping[type[BaseModel], frozenset[str]] = {
+    KvCacheConfig: frozenset(
+        {
+            "cold_tier_offload_min_priority", "event_buffer_max_size", "attention_dp_events_gather_period_ms",
+            "mixed_precision_first_n", "mixed_precision_last_n", "mamba_ssm_cache_dtype",
+            "mamba_ssm_stochastic_rounding", "mamba_ssm_philox_rounds", "enable_swa_scratch_reuse",
+            "enable_kv_pool_rebalance", "disk_prefetch_num_reqs", "fp8_context_mla_kv_len_cap", "pool_ratio",
+            "avg_seq_len", "cross_kv_cache_fraction", "secondary_offload_min_priority", "mamba_state_cache_interval",
+        }
+    ),
+    BlockReuseConfig: frozenset({"max_num_turns", "swa_endpoint_rewind_tokens", "enable_branch_snapshot"}),
+    MambaStateConfig: frozenset(MambaStateConfig.model_fields),
+    KvPoolRebalanceConfig: frozenset(KvPoolRebalanceConfig.model_fields),
+    CacheTransceiverConfig: frozenset({"kv_cache_bounce_size_mb", "enable_pipelined_transfer"}),
+}  # fmt: skip
+"""Accepted by the class, refused at start unless left at the default: the behaviour is not built yet."""
+
+PARTIAL: Mapping[type[BaseModel], Mapping[str, Partial]] = {
+    KvCacheConfig: {
+        "dtype": _one_of("auto", "float32"),
+        "host_cache_size": _one_of(None, 0),
+        "disk_cache_size": _one_of(None, 0),
+        "use_kv_cache_manager_v2": _one_of(True),
+    },
+    BlockReuseConfig: {"policy": _one_of("all_reusable", "per_request")},
+    CacheTransceiverConfig: {
+        "backend": _one_of(None, "DEFAULT", "NIXL"),
+        "transceiver_runtime": _one_of("PYTHON", "auto"),
+    },
+    RouterSettings: {"schedule_style": _one_of("context_first")},
+}
+"""Built for some values; any other is refused at start. ``max_attention_window`` has a rule of its own."""
+
+# Aliases are judged under the name they were copied to; a window needs the sequence length to be judged.
+_JUDGED_ELSEWHERE = frozenset({"secondary_offload_min_priority", "mamba_state_cache_interval"})
+
+_WALKED = (BlockReuseConfig, MambaStateConfig, KvPoolRebalanceConfig, KVEventsConfig)
+
+
+def unsupported_fields(config: BaseModel, prefix: str = "") -> Iterator[str]:
+    """Every ``path=value`` in ``config`` and its nested classes that asks for behaviour which is not built yet."""
+    kind = type(config)
+    default_only = DEFAULT_ONLY.get(kind, frozenset()) - _JUDGED_ELSEWHERE
+    partial = PARTIAL.get(kind, {})
+    for name, field in kind.model_fields.items():
+        value = config.__dict__[name]  # past the descriptors of deprecated fields, which warn
+        if isinstance(value, _WALKED):
+            yield from unsupported_fields(value, f"{prefix}{name}.")
+        elif name in default_only and value != field.get_default(call_default_factory=True):
+            yield f"{prefix}{name}={value!r}"
+        elif name in partial and not partial[name].accepts(value):
+            yield f"{prefix}{name}={value!r} (this version has {partial[name].values})"
