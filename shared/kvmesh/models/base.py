@@ -1,0 +1,138 @@
+"""The model contract: what a step hands to a model, where its KV pages are, and what comes back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from kvmesh.cache.layout import CacheRequirements, PageLayout
+from kvmesh.kernels.ops import PagedKv
+from kvmesh.models.config import ModelConfig
+from kvmesh.models.parameters import ModelWeights, ParameterSpec
+from kvmesh.models.weights import GgufName
+
+__all__ = ["ArchitectureModule", "CausalLM", "ForwardBatch", "GroupTables", "KvPools"]
+
+
+class GroupTables(NamedTuple):
+    """Where one layer group's pages are, for the sequences of a batch."""
+
+    block_table: Tensor
+    """int32 ``[B, max_blocks]``: page ids by sequence; entries past a sequence's length are never read."""
+    slot_mapping: Tensor
+    """int64 ``[T]``: page * tokens_per_block + offset that each token's K and V go to; -1 stores nothing."""
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """One step's tokens, of any mix of prefill chunks and decodes, packed without padding.
+
+    ``T`` tokens, ``B`` sequences, ``R`` rows of logits wanted. All tensors live on the model's device.
+    """
+
+    token_ids: Tensor
+    """int32 ``[T]``."""
+    positions: Tensor
+    """int32 ``[T]``: index of each token in its sequence."""
+    query_start: Tensor
+    """int32 ``[B + 1]``: sequence ``b`` has the rows ``query_start[b]:query_start[b + 1]``."""
+    context_lens: Tensor
+    """int32 ``[B]``: KV length of each sequence, this step's tokens included."""
+    groups: Sequence[GroupTables]
+    """By layer group id."""
+    logits_rows: Tensor
+    """int64 ``[R]``: rows whose logits are wanted, ascending."""
+    embeddings: Tensor | None = None
+    """``[T, hidden]``: used instead of looking ``token_ids`` up."""
+    adapter_ids: Tensor | None = None
+    """int32 ``[B]``: LoRA adapter by sequence."""
+    state_slots: Tensor | None = None
+    """int32 ``[B]``: recurrent-state slot by sequence."""
+
+
+class KvPools(NamedTuple):
+    """The KV pages as layers see them. Build once; it stays valid while the pools' memory does."""
+
+    layers: tuple[PagedKv, ...]
+    """By layer index."""
+    group_of_layer: tuple[int, ...]
+    """Layer group id by layer index: which of :attr:`ForwardBatch.groups` addresses the layer's pages."""
+
+    @classmethod
+    def build(cls, layout: PageLayout, pool_addresses: Sequence[int]) -> KvPools:
+        """Views of every attention layer of ``layout``.
+
+        Args:
+            layout: the page layout built from the model's own requirements.
+            pool_addresses: address of page 0 of each pool of the layout, in its device's address space.
+        """
+        views: dict[int, tuple[PagedKv, int]] = {}
+        for group in layout.groups:
+            for layer in group.layers:
+                key, value = group.buffer(layer, "k"), group.buffer(layer, "v")
+                view = PagedKv(
+                    base=pool_addresses[group.pool],
+                    page_stride_bytes=group.page_bytes,
+                    k_offset_bytes=key.offset_bytes,
+                    v_offset_bytes=value.offset_bytes,
+                    num_kv_heads=key.num_kv_heads,
+                    tokens_per_block=layout.tokens_per_block,
+                    head_dim=key.head_dim,
+                    dtype=getattr(torch, key.dtype),
+                )
+                views[layer] = (view, group.group_id)
+        ordered = [views[layer] for layer in sorted(views)]
+        return cls(tuple(view for view, _ in ordered), tuple(group for _, group in ordered))
+
+
+class CausalLM(Protocol):
+    """A loaded model. Used by one thread at a time."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The checkpoint's configuration."""
+        ...
+
+    @property
+    def max_seq_len(self) -> int:
+        """Longest sequence this instance can run, at most ``config.max_seq_len``."""
+        ...
+
+    def cache_requirements(self) -> CacheRequirements:
+        """What each layer keeps per token; the cache's page layout is built from it."""
+        ...
+
+    def forward(self, batch: ForwardBatch, kv: KvPools) -> Tensor:
+        """Run one step: write the batch's K and V into their slots and compute logits.
+
+        Returns:
+            float32 ``[R, vocab]`` for the wanted rows. The memory is reused by the next call.
+
+        Raises:
+            ValueError: the batch uses something that this architecture does not have.
+        """
+        ...
+
+
+class ArchitectureModule(Protocol):
+    """What a module named in :data:`kvmesh.models.architectures.ARCHITECTURES` offers."""
+
+    IGNORED_TENSORS: re.Pattern[str]
+    """Checkpoint tensors that may be there and are not used."""
+
+    def parameters(self, config: ModelConfig) -> Sequence[ParameterSpec]:
+        """Every parameter, each with the checkpoint tensors it consists of (Hugging Face names)."""
+        ...
+
+    def gguf_names(self, config: ModelConfig) -> Mapping[str, GgufName]:
+        """Where GGUF keeps each Hugging Face tensor."""
+        ...
+
+    def create(self, config: ModelConfig, weights: ModelWeights, max_seq_len: int) -> CausalLM:
+        """The model over its weights."""
+        ...
