@@ -1,0 +1,101 @@
+"""Hello and its answer: built, signed, checked, and the sentence that says why two engines cannot pair."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from kvmesh.protocol.transfer import Hello, HelloReply
+from kvmesh.protocol.version import PROTOCOL_VERSION
+from kvmesh.transceiver.liveness import ProcessIdentity
+from kvmesh.transceiver.tickets import Signer
+from kvmesh.transceiver.types import PeerKey
+
+__all__ = ["Handshake", "Introduction", "pairing_obstacle"]
+
+_Signed = TypeVar("_Signed", Hello, HelloReply)
+
+
+class Introduction(NamedTuple):
+    """What must agree between two engines before pages move."""
+
+    key: PeerKey
+    backend: str
+    layout_digest: str
+    layout_summary: str
+
+
+def pairing_obstacle(mine: Introduction, peer: Hello | HelloReply) -> str | None:
+    """Why ``peer`` and this engine cannot exchange pages, naming both values; None when they can."""
+    me = mine.key.instance_id
+    if peer.protocol != PROTOCOL_VERSION:
+        return f"transfer protocol differs: {peer.instance_id} speaks {peer.protocol}, {me} speaks {PROTOCOL_VERSION}"
+    if peer.backend != mine.backend:
+        return (
+            f"transfer backend differs: {peer.instance_id} uses {peer.backend}, {me} uses {mine.backend}; "
+            "set the same cache_transceiver_config.backend on both"
+        )
+    if peer.layout_digest != mine.layout_digest:
+        return (
+            f"cache layout differs: {peer.instance_id} has {peer.layout_digest[:16]} ({peer.layout_summary}), "
+            f"{me} has {mine.layout_digest[:16]} ({mine.layout_summary}); "
+            "serve the same model with the same dtype and tokens_per_block on both"
+        )
+    return None
+
+
+class Handshake:
+    """Builds and checks this engine's introductions.
+
+    The signature keeps strangers from handing us descriptors of memory and processes to open.
+    """
+
+    def __init__(self, mine: Introduction, signer: Signer, agent: bytes) -> None:
+        self.mine = mine
+        self._signer = signer
+        self._agent = agent
+        self._process = msgspec.msgpack.encode(ProcessIdentity.current())
+
+    def hello(self) -> Hello:
+        """A signed introduction."""
+        return self._sign(
+            Hello(
+                instance_id=self.mine.key.instance_id,
+                epoch=self.mine.key.epoch,
+                layout_digest=self.mine.layout_digest,
+                layout_summary=self.mine.layout_summary,
+                backend=self.mine.backend,
+                agent=self._agent,
+                process=self._process,
+            )
+        )
+
+    def reply(self, refused: str | None = None) -> HelloReply:
+        """A signed answer; a refusal carries no descriptor."""
+        return self._sign(
+            HelloReply(
+                instance_id=self.mine.key.instance_id,
+                epoch=self.mine.key.epoch,
+                layout_digest=self.mine.layout_digest,
+                layout_summary=self.mine.layout_summary,
+                backend=self.mine.backend,
+                agent=b"" if refused else self._agent,
+                process=self._process,
+                refused=refused,
+            )
+        )
+
+    def obstacle(self, peer: Hello | HelloReply) -> str | None:
+        """Why this engine does not pair with ``peer``, or None."""
+        if not self._signer.verifies(_payload(peer), peer.auth):
+            return f"{self.mine.key.instance_id} does not share a cluster secret with this peer"
+        return pairing_obstacle(self.mine, peer)
+
+    def _sign(self, message: _Signed) -> _Signed:
+        message.auth = self._signer.mac(_payload(message))
+        return message
+
+
+def _payload(message: Hello | HelloReply) -> bytes:
+    return msgspec.msgpack.encode(msgspec.structs.replace(message, auth=b""))

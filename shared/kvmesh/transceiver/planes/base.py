@@ -1,0 +1,122 @@
+"""The interface of a data plane, and the handle with which a running move is stopped."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from kvmesh.net.faults import fault_point
+from kvmesh.transceiver.types import PageIds, PeerKey
+
+__all__ = ["DataPlane", "MoveControl", "MoveJob", "MoveStoppedError", "PlaneError"]
+
+
+class PlaneError(Exception):
+    """A plane could not attach to a peer or move its pages; the message is a sentence."""
+
+
+class MoveStoppedError(Exception):
+    """A move ended early because it was told to; nothing of it touches memory any more."""
+
+
+class MoveControl:
+    """Stops a move from another thread: the mover asks between its slices."""
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+
+    def stop(self) -> None:
+        """Ask the mover to end at its next slice."""
+        self._stop.set()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the mover was asked to end."""
+        return self._stop.is_set()
+
+    def wait(self, seconds: float) -> None:
+        """Wait in the mover, ending early when it is asked to stop."""
+        self._stop.wait(seconds)
+
+    def checkpoint(self) -> None:
+        """Called by the mover before each slice.
+
+        Raises:
+            MoveStoppedError: the mover was asked to end.
+        """
+        fault_point("transceiver.during_transfer")
+        if self._stop.is_set():
+            raise MoveStoppedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveJob:
+    """Which pages to move: page ``local[g][i]`` here and page ``remote[g][i]`` at the peer, for every layer group."""
+
+    transfer_id: int
+    session: int
+    local: Sequence[PageIds]
+    remote: Sequence[PageIds]
+    access: bytes = b""
+    """What the owner gave out with :meth:`DataPlane.grant` (pull planes)."""
+    control: MoveControl = field(default_factory=MoveControl)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages over all groups."""
+        return sum(len(pages) for pages in self.local)
+
+
+class DataPlane(Protocol):
+    """A way to move pages. Methods may be called from different threads; those that block say so.
+
+    ``pull``: the receiver moves (a late or frozen owner can never write into pages that were reused).
+    ``push``: the owner moves; the receiver must not reuse pages until the owner is known to be quiet.
+    """
+
+    name: str
+    direction: Literal["pull", "push"]
+
+    def describe(self) -> bytes:
+        """What a peer needs to attach, sent in the handshake."""
+
+    def attach(self, peer: PeerKey, descriptor: bytes) -> str:
+        """Make the peer's memory reachable; blocks for connection set-up at most. Idempotent.
+
+        Returns:
+            What was chosen, for the log: ``memfd``, ``tcp``, ``nixl``...
+
+        Raises:
+            PlaneError: it cannot be reached this way.
+        """
+
+    def detach(self, peer: PeerKey) -> None:
+        """Forget the peer. No move to it may be running; unknown peers are ignored."""
+
+    def grant(self, transfer_id: int, session: int, pages: Sequence[PageIds]) -> bytes:
+        """Owner, pull planes: let a session read ``pages``; returns what its receiver must present."""
+
+    def revoke(self, transfer_id: int, session: int) -> None:
+        """Owner: the session reads no more. Unknown sessions are ignored."""
+
+    def move(self, peer: PeerKey, job: MoveJob) -> int:
+        """Move the pages of ``job``; blocks until all are in place. Called by the side that moves.
+
+        Returns:
+            Bytes moved.
+
+        Raises:
+            MoveStoppedError: ``job.control`` was stopped and the move has ended; nothing touches memory any more.
+            PlaneError: the peer cannot be reached, or reported an error; nothing touches memory any more.
+        """
+
+    def session_opened(self) -> None:
+        """A session with a peer is open: the plane may have to make progress."""
+
+    def session_closed(self) -> None:
+        """Matches :meth:`session_opened`; without open sessions a plane takes no processor time."""
+
+    def close(self) -> None:
+        """Release everything; idempotent. Blocks for a bounded time."""

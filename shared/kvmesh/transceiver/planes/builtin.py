@@ -1,0 +1,131 @@
+"""The built-in plane: shared memory between processes of one host, else TCP; the receiver pulls.
+
+``auto`` tries to open the owner's memory and takes TCP when it cannot; ``memfd`` and ``tcp`` take only what they name.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from kvmesh.transceiver.planes.base import MoveJob, PlaneError
+from kvmesh.transceiver.planes.builtin_memfd import MappedPools, MemfdDescriptor, describe_pools
+from kvmesh.transceiver.planes.builtin_tcp import PageClient, PageServer, PoolViews
+from kvmesh.transceiver.types import PageIds, PeerKey, PoolMemory
+
+__all__ = ["BuiltinPlane", "PlaneChoice"]
+
+PlaneChoice = Literal["auto", "memfd", "tcp"]
+
+
+class _Descriptor(msgspec.Struct, frozen=True, array_like=True):
+    memfd: MemfdDescriptor | None
+    host: str
+    port: int
+
+
+class BuiltinPlane:
+    """See the module. Works on host memory only.
+
+    Args:
+        pools: this engine's pools.
+        pool_of_group: for every layer group the index of its pool.
+        choice: which way to take.
+        bind_host: where the TCP page server listens.
+
+    Raises:
+        PlaneError: the choice cannot work with these pools.
+    """
+
+    name = "BUILTIN"
+    direction: Literal["pull"] = "pull"
+
+    def __init__(
+        self, pools: Sequence[PoolMemory], pool_of_group: Sequence[int], *, choice: PlaneChoice, bind_host: str
+    ) -> None:
+        if any(pool.device != "cpu" for pool in pools):
+            raise PlaneError("the built-in plane moves host memory; use cache_transceiver_config.backend NIXL on CUDA")
+        self._pools = tuple(pools)
+        self._pool_of_group = tuple(pool_of_group)
+        self._choice = choice
+        self._memfd = describe_pools(pools) if choice != "tcp" else None
+        if choice == "memfd" and self._memfd is None:
+            raise PlaneError("transfer_plane memfd needs pools backed by a memfd; use auto or tcp")
+        self._server = (
+            PageServer(self._pools, self._pool_of_group, bind_host=bind_host) if choice != "memfd" else None
+        )
+        self._lock = threading.Lock()
+        self._attached: dict[PeerKey, MappedPools | PageClient] = {}
+
+    def describe(self) -> bytes:
+        """See :meth:`DataPlane.describe`."""
+        host, port = self._server.address if self._server is not None else ("", 0)
+        return msgspec.msgpack.encode(_Descriptor(self._memfd, host, port))
+
+    def attach(self, peer: PeerKey, descriptor: bytes) -> str:
+        """See :meth:`DataPlane.attach`."""
+        with self._lock:
+            known = self._attached.get(peer)
+        if known is None:
+            known = self._open(descriptor)
+            with self._lock:
+                self._attached[peer] = known
+        return "memfd" if isinstance(known, MappedPools) else "tcp"
+
+    def detach(self, peer: PeerKey) -> None:
+        """See :meth:`DataPlane.detach`."""
+        with self._lock:
+            known = self._attached.pop(peer, None)
+        if isinstance(known, PageClient):
+            known.close()
+
+    def grant(self, transfer_id: int, session: int, pages: Sequence[PageIds]) -> bytes:
+        """See :meth:`DataPlane.grant`."""
+        return self._server.grant(transfer_id, session, pages) if self._server is not None else b""
+
+    def revoke(self, transfer_id: int, session: int) -> None:
+        """See :meth:`DataPlane.revoke`."""
+        if self._server is not None:
+            self._server.revoke(transfer_id, session)
+
+    def move(self, peer: PeerKey, job: MoveJob) -> int:
+        """See :meth:`DataPlane.move`."""
+        with self._lock:
+            known = self._attached.get(peer)
+        if known is None:
+            raise PlaneError(f"{peer} is not attached")
+        return known.pull(job, self._pool_of_group) if isinstance(known, MappedPools) else known.pull(job)
+
+    def session_opened(self) -> None:
+        """Nothing to progress: the receiver's own threads move the bytes."""
+
+    def session_closed(self) -> None:
+        """See :meth:`session_opened`."""
+
+    def close(self) -> None:
+        """See :meth:`DataPlane.close`."""
+        with self._lock:
+            attached, self._attached = list(self._attached.values()), {}
+        for known in attached:
+            if isinstance(known, PageClient):
+                known.close()
+        if self._server is not None:
+            self._server.close()
+
+    def _open(self, descriptor: bytes) -> MappedPools | PageClient:
+        try:
+            theirs = msgspec.msgpack.decode(descriptor, type=_Descriptor)
+        except msgspec.MsgspecError as error:
+            raise PlaneError(f"the peer's description of its memory cannot be read: {error}") from error
+        obstacle = "the peer shares no memory"
+        if self._choice != "tcp" and theirs.memfd is not None:
+            try:
+                return MappedPools(theirs.memfd, self._pools)
+            except PlaneError as error:
+                obstacle = str(error)
+        if self._choice == "memfd" or theirs.port == 0:
+            raise PlaneError(f"{obstacle}, and TCP is not offered by both sides (transfer_plane)")
+        return PageClient(theirs.host, theirs.port, PoolViews(self._pools, self._pool_of_group))

@@ -1,0 +1,292 @@
+"""The built-in plane between hosts: a page server at the owner, and receivers that read straight into their pages.
+
+One connection for each pair of engines. A receiver sends one fixed request (transfer, session, access key) and gets one
+fixed answer (status, bytes) followed by the bytes of the granted pages in order. To stop, either side closes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from kvmesh.net.faults import FaultInjectedError, fault_point
+from kvmesh.transceiver.planes.base import MoveControl, MoveJob, MoveStoppedError, PlaneError
+from kvmesh.transceiver.runs import contiguous_runs
+from kvmesh.transceiver.types import PageIds, PoolMemory
+
+__all__ = ["PageClient", "PageServer", "PoolViews"]
+
+KEY_BYTES: Final = 16
+_REQUEST: Final = struct.Struct(f"<4sQQ{KEY_BYTES}s")
+_ANSWER: Final = struct.Struct("<4sIQ")
+_MAGIC: Final = b"KVP1"
+_GRANTED, _REFUSED = 0, 1
+
+IOVECS: Final = 64
+"""Buffers in one system call; measured best for 64 KiB pages."""
+SOCKET_BUFFER_BYTES: Final = 4 << 20
+STOP_POLL_S: Final = 0.05
+"""A blocked send or receive looks this often whether it was stopped."""
+MAX_CONNECTIONS: Final = 256
+CONNECT_TIMEOUT_S: Final = 5.0
+
+
+class PoolViews:
+    """Pools of host memory as byte views.
+
+    Args:
+        pools: this engine's pools; their memory must outlive this object.
+        pool_of_group: for every layer group the index of its pool.
+    """
+
+    def __init__(self, pools: Sequence[PoolMemory], pool_of_group: Sequence[int]) -> None:
+        self._pools = pools
+        self._pool_of_group = pool_of_group
+        self._bytes = [
+            memoryview((ctypes.c_char * (pool.num_pages * pool.page_bytes)).from_address(pool.address)).cast("B")
+            for pool in pools
+        ]
+
+    def buffers(self, pages: Sequence[PageIds]) -> list[memoryview]:
+        """The bytes of ``pages`` (one list for each layer group), neighbours merged, in order.
+
+        Raises:
+            PlaneError: a page lies outside its pool.
+        """
+        views: list[memoryview] = []
+        for group, ids in enumerate(pages):
+            pool, whole = self._pools[self._pool_of_group[group]], self._bytes[self._pool_of_group[group]]
+            for start, count in contiguous_runs(ids):
+                if start < 0 or start + count > pool.num_pages:
+                    raise PlaneError(f"page {start} is outside the pool of {pool.num_pages} pages")
+                views.append(whole[start * pool.page_bytes : (start + count) * pool.page_bytes])
+        return views
+
+
+class PageServer:
+    """Streams granted pages to whoever presents the key of the grant.
+
+    Args:
+        pools: this engine's pools (host memory).
+        pool_of_group: for every layer group the index of its pool.
+        bind_host: address to listen on, at an ephemeral port.
+    """
+
+    def __init__(self, pools: Sequence[PoolMemory], pool_of_group: Sequence[int], *, bind_host: str) -> None:
+        self._views = PoolViews(pools, pool_of_group)
+        self._lock = threading.Lock()
+        self._grants: dict[tuple[int, int], tuple[bytes, Sequence[PageIds], MoveControl]] = {}
+        self._connections: set[socket.socket] = set()
+        self._closed = False
+        family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
+        self._listener = socket.create_server((bind_host, 0), family=family, backlog=MAX_CONNECTIONS)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._thread = threading.Thread(target=self._accept, name="kvmesh-page-server", daemon=True)
+        self._thread.start()
+
+    def grant(self, transfer_id: int, session: int, pages: Sequence[PageIds]) -> bytes:
+        """Let one session read ``pages``; returns the key that its receiver must present."""
+        key = secrets.token_bytes(KEY_BYTES)
+        with self._lock:
+            self._grants[transfer_id, session] = (key, pages, MoveControl())
+        return key
+
+    def revoke(self, transfer_id: int, session: int) -> None:
+        """Stop serving a session; a stream in progress ends within :data:`STOP_POLL_S`."""
+        with self._lock:
+            grant = self._grants.pop((transfer_id, session), None)
+        if grant is not None:
+            grant[2].stop()
+
+    def close(self) -> None:
+        """Close the listener and every connection."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            connections = list(self._connections)
+            grants = list(self._grants.values())
+        # Only a shutdown wakes a thread that is blocked in accept.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for _key, _pages, control in grants:
+            control.stop()
+        for connection in connections:
+            _shut(connection)
+        self._thread.join(1.0)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _address = self._listener.accept()
+            except OSError:
+                return
+            with self._lock:
+                refused = self._closed or len(self._connections) >= MAX_CONNECTIONS
+                if not refused:
+                    self._connections.add(connection)
+            if refused:
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection,), name="kvmesh-page-stream", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            _tune(connection)
+            while (request := _receive_request(connection)) is not None:
+                self._answer(connection, request)
+        except (OSError, PlaneError, MoveStoppedError, FaultInjectedError):
+            # The receiver left, or the session was revoked: closing the connection is the answer.
+            return
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+            connection.close()
+
+    def _answer(self, connection: socket.socket, request: bytes) -> None:
+        magic, transfer_id, session, key = _REQUEST.unpack(request)
+        with self._lock:
+            grant = self._grants.get((transfer_id, session))
+        if magic != _MAGIC or grant is None or not secrets.compare_digest(grant[0], key):
+            connection.sendall(_ANSWER.pack(_MAGIC, _REFUSED, 0))
+            return
+        _key, pages, control = grant
+        buffers = self._views.buffers(pages)
+        connection.settimeout(None)
+        connection.sendall(_ANSWER.pack(_MAGIC, _GRANTED, sum(map(len, buffers))))
+        connection.settimeout(STOP_POLL_S)
+        for part in _parts(buffers):
+            fault_point("transceiver.during_send")
+            _send(connection, part, control)
+        connection.settimeout(None)
+
+
+class PageClient:
+    """Reads pages from one owner's page server; used by one thread at a time.
+
+    Args:
+        host: the owner's page server.
+        port: its port.
+        views: this engine's pools.
+
+    Raises:
+        PlaneError: it cannot be reached.
+    """
+
+    def __init__(self, host: str, port: int, views: PoolViews) -> None:
+        self._address = (host, port)
+        self._views = views
+        self._connection: socket.socket | None = self._connect()
+
+    def pull(self, job: MoveJob) -> int:
+        """Read the pages of ``job`` into this process's pools; see :meth:`DataPlane.move`."""
+        if self._connection is None:
+            self._connection = self._connect()
+        connection = self._connection
+        try:
+            return self._pull(connection, job)
+        except (OSError, PlaneError, MoveStoppedError) as error:
+            # What is left in the stream belongs to this session: a new one needs a new connection.
+            self.close()
+            if isinstance(error, OSError):
+                raise PlaneError(f"reading pages from {self._address[0]}:{self._address[1]} failed: {error}") from error
+            raise
+
+    def close(self) -> None:
+        """Close the connection; idempotent."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _connect(self) -> socket.socket:
+        try:
+            connection = socket.create_connection(self._address, CONNECT_TIMEOUT_S)
+        except OSError as error:
+            raise PlaneError(f"cannot reach the page server at {self._address[0]}:{self._address[1]}: {error}") from error
+        _tune(connection)
+        return connection
+
+    def _pull(self, connection: socket.socket, job: MoveJob) -> int:
+        buffers = self._views.buffers(job.local)
+        expected = sum(map(len, buffers))
+        connection.settimeout(STOP_POLL_S)
+        connection.sendall(_REQUEST.pack(_MAGIC, job.transfer_id, job.session, job.access))
+        answer = memoryview(bytearray(_ANSWER.size))
+        _receive(connection, [answer], job.control)
+        magic, status, nbytes = _ANSWER.unpack(answer)
+        if magic != _MAGIC or status != _GRANTED:
+            raise PlaneError("the owner's page server refused the session")
+        if nbytes != expected:
+            raise PlaneError(f"the owner sends {nbytes} bytes, {expected} are wanted")
+        for part in _parts(buffers):
+            job.control.checkpoint()
+            _receive(connection, part, job.control)
+        job.control.checkpoint()
+        return expected
+
+
+def _tune(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
+
+
+def _shut(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        # Already gone; its thread closes it.
+        return
+
+
+def _parts(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    for start in range(0, len(buffers), IOVECS):
+        yield list(buffers[start : start + IOVECS])
+
+
+def _send(connection: socket.socket, buffers: list[memoryview], control: MoveControl) -> None:
+    while buffers:
+        if control.stopped:
+            raise MoveStoppedError
+        try:
+            _consume(buffers, connection.sendmsg(buffers))
+        except TimeoutError:
+            continue
+
+
+def _receive(connection: socket.socket, buffers: list[memoryview], control: MoveControl) -> None:
+    while buffers:
+        if control.stopped:
+            raise MoveStoppedError
+        try:
+            count = connection.recvmsg_into(buffers)[0]
+        except TimeoutError:
+            continue
+        if count == 0:
+            raise ConnectionResetError("the owner closed the connection")
+        _consume(buffers, count)
+
+
+def _consume(buffers: list[memoryview], count: int) -> None:
+    done = 0
+    while done < len(buffers) and count >= len(buffers[done]):
+        count -= len(buffers[done])
+        done += 1
+    del buffers[:done]
+    if count:
+        buffers[0] = buffers[0][count:]
+
+
+def _receive_request(connection: socket.socket) -> bytes | None:
+    request = bytearray()
+    while len(request) < _REQUEST.size:
+        if not (data := connection.recv(_REQUEST.size - len(request))):
+            return None
+        request += data
+    return bytes(request)

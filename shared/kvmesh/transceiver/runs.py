@@ -1,0 +1,77 @@
+"""Page lists: pairing what is wanted with what is held, and merging neighbours into runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvmesh.transceiver.types import PageIds
+
+__all__ = ["MissingPageError", "PageRun", "contiguous_runs", "decode_pages", "encode_pages", "pair_pages", "slices"]
+
+
+class MissingPageError(Exception):
+    """A page is wanted that its owner does not hold."""
+
+
+class PageRun(NamedTuple):
+    """``count`` pages that follow each other in the pool, from page ``start``."""
+
+    start: int
+    count: int
+
+
+def encode_pages(pages: PageIds) -> bytes:
+    """Page ids as they travel: little-endian int32."""
+    return pages.astype("<i4", copy=False).tobytes()
+
+
+def decode_pages(data: bytes) -> PageIds:
+    """Page ids from the wire, read-only.
+
+    Raises:
+        ValueError: not a whole number of ids.
+    """
+    return np.frombuffer(data, dtype="<i4").astype(np.int32, copy=False)
+
+
+def pair_pages(held: PageIds, first_block: int, wanted: PageIds) -> NDArray[np.bool_]:
+    """Which of the wanted blocks move: those whose destination is a page.
+
+    Args:
+        held: the owner's pages, one for each block of the request, negative where a block is no longer held.
+        first_block: the block that ``wanted[0]`` is.
+        wanted: the receiver's pages for the blocks from there on, negative where it keeps none (left of a window).
+
+    Raises:
+        MissingPageError: the lists do not end at the same block, or a wanted block is not held.
+    """
+    if first_block < 0 or first_block + len(wanted) != len(held):
+        raise MissingPageError(
+            f"blocks {first_block}..{first_block + len(wanted)} are wanted but the owner holds blocks 0..{len(held)}"
+        )
+    moving = wanted >= 0
+    missing = np.flatnonzero(moving & (held[first_block:] < 0))
+    if len(missing):
+        raise MissingPageError(f"block {first_block + int(missing[0])} is wanted but the owner holds it no more")
+    return moving
+
+
+def contiguous_runs(pages: PageIds) -> list[PageRun]:
+    """Merge neighbours: ``[4, 5, 6, 9]`` gives ``[(4, 3), (9, 1)]``. Order is kept."""
+    if not len(pages):
+        return []
+    starts = np.concatenate(([0], np.flatnonzero(np.diff(pages) != 1) + 1, [len(pages)]))
+    return [
+        PageRun(int(pages[start]), int(end - start)) for start, end in zip(starts[:-1], starts[1:], strict=True)
+    ]
+
+
+def slices(lengths: Sequence[int], most: Sequence[int]) -> Iterator[tuple[int, slice]]:
+    """Cut several lists into slices: yields (list index, slice), each slice at most ``most[index]`` long."""
+    for index, (length, step) in enumerate(zip(lengths, most, strict=True)):
+        for start in range(0, length, step):
+            yield index, slice(start, min(start + step, length))

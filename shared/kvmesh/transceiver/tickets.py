@@ -1,0 +1,131 @@
+"""Tickets: the signed, single-use right to read one request's pages.
+
+A ticket on the wire is the msgpack of :class:`kvmesh.protocol.transfer.Ticket` followed by its HMAC-SHA256 (32 bytes)
+under a key derived from the cluster secret. Only page owners mint tickets; anyone with the secret can check one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections import OrderedDict
+
+import msgspec
+
+from kvmesh.protocol.errors import ApiError
+from kvmesh.protocol.transfer import Ticket
+from kvmesh.protocol.version import PROTOCOL_VERSION
+from kvmesh.transceiver.types import PeerKey
+
+__all__ = ["Signer", "SpentNonces", "TicketError", "check_ticket"]
+
+MAC_BYTES = hashlib.sha256().digest_size
+MAX_TICKET_BYTES = 4096
+"""Far above any real ticket; bounds what an unauthenticated peer can make us hash and decode."""
+MAX_SPENT_NONCES = 65_536
+
+
+class TicketError(ApiError):
+    """A ticket that is not accepted: status 403 and a precise code."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(403, message, type="permission_error", code=code)
+
+
+class Signer:
+    """Signs and opens byte strings for one purpose, so that a signature for one cannot serve another.
+
+    Args:
+        cluster_secret: what every member of the mesh shares.
+        purpose: e.g. ``"ticket"``; part of the key.
+    """
+
+    def __init__(self, cluster_secret: bytes, purpose: str) -> None:
+        self._key = hmac.digest(cluster_secret, f"kvmesh {purpose} 1".encode(), "sha256")
+
+    def mac(self, payload: bytes) -> bytes:
+        """HMAC-SHA256 of ``payload``, 32 bytes."""
+        return hmac.digest(self._key, payload, "sha256")
+
+    def verifies(self, payload: bytes, mac: bytes) -> bool:
+        """Whether ``mac`` is that of ``payload``; constant time."""
+        return hmac.compare_digest(self.mac(payload), mac)
+
+    def sign_ticket(self, ticket: Ticket) -> bytes:
+        """The ticket as it travels."""
+        payload = msgspec.msgpack.encode(ticket)
+        return payload + self.mac(payload)
+
+    def open_ticket(self, token: bytes) -> Ticket:
+        """The ticket in ``token``.
+
+        Raises:
+            TicketError: ``ticket_forged`` when it was not signed with this secret or is no ticket at all.
+        """
+        payload, mac = token[:-MAC_BYTES], token[-MAC_BYTES:]
+        if not payload or len(token) > MAX_TICKET_BYTES or not self.verifies(payload, mac):
+            raise TicketError("ticket_forged", "the transfer ticket was not signed by a member of this cluster")
+        try:
+            return msgspec.msgpack.decode(payload, type=Ticket)
+        except msgspec.MsgspecError as error:
+            raise TicketError("ticket_forged", f"the transfer ticket cannot be read: {error}") from error
+
+
+def check_ticket(ticket: Ticket, *, transfer_id: int, now_unix_ms: int, owner: PeerKey | None = None) -> None:
+    """Check what a valid signature does not say.
+
+    Args:
+        ticket: an opened ticket.
+        transfer_id: the transfer it is presented for.
+        now_unix_ms: the present.
+        owner: this engine when it is asked for pages; None at a receiver, which reads the owner from the ticket.
+
+    Raises:
+        TicketError: ``ticket_protocol``, ``ticket_mismatch``, ``ticket_foreign``, ``ticket_stale_epoch`` or
+            ``ticket_expired``.
+    """
+    if ticket.protocol != PROTOCOL_VERSION:
+        raise TicketError(
+            "ticket_protocol", f"the ticket speaks protocol {ticket.protocol}, this engine {PROTOCOL_VERSION}"
+        )
+    if ticket.transfer_id != transfer_id:
+        raise TicketError(
+            "ticket_mismatch", f"the ticket is for transfer {ticket.transfer_id}, presented for {transfer_id}"
+        )
+    if owner is not None and ticket.owner_instance_id != owner.instance_id:
+        raise TicketError(
+            "ticket_foreign", f"the ticket is for pages of {ticket.owner_instance_id}, presented to {owner.instance_id}"
+        )
+    if owner is not None and ticket.owner_epoch != owner.epoch:
+        raise TicketError(
+            "ticket_stale_epoch",
+            f"the ticket is of epoch {ticket.owner_epoch} of {owner.instance_id}, which is now at epoch {owner.epoch}",
+        )
+    if now_unix_ms >= ticket.expires_unix_ms:
+        late_ms = now_unix_ms - ticket.expires_unix_ms
+        raise TicketError("ticket_expired", f"the ticket for transfer {transfer_id} expired {late_ms} ms ago")
+
+
+class SpentNonces:
+    """The nonces of tickets that were redeemed, kept until those tickets expire; bounded."""
+
+    def __init__(self, capacity: int = MAX_SPENT_NONCES) -> None:
+        self._capacity = capacity
+        self._expiry: OrderedDict[bytes, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._expiry)
+
+    def spend(self, ticket: Ticket, now_unix_ms: int) -> None:
+        """Mark a ticket as used.
+
+        Raises:
+            TicketError: ``ticket_replayed`` when it was used before.
+        """
+        while self._expiry and (
+            len(self._expiry) >= self._capacity or next(iter(self._expiry.values())) <= now_unix_ms
+        ):
+            self._expiry.popitem(last=False)
+        if ticket.nonce in self._expiry:
+            raise TicketError("ticket_replayed", f"the ticket for transfer {ticket.transfer_id} was already used")
+        self._expiry[ticket.nonce] = ticket.expires_unix_ms

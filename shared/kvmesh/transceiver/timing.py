@@ -1,0 +1,95 @@
+"""The three transfer time settings as seconds, and the bounded waits that follow from them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Final, NamedTuple, Protocol
+
+from kvmesh.config.cache_transceiver import CacheTransceiverConfig
+from kvmesh.transceiver.resolve import TransceiverConfigError
+
+__all__ = [
+    "CONNECT_TIMEOUT_S",
+    "GENERATION_POLL_STEP_S",
+    "ConditionWaiter",
+    "TransferTimes",
+    "Waiter",
+    "idle_wait_ms",
+]
+
+FALLBACK_MS: Final = 1000
+"""Stands in for an unset slice, interval or timeout where a wait needs a bound."""
+
+GENERATION_POLL_STEP_S: Final = 0.001
+"""The generation side looks at its sessions at least this often while it waits."""
+
+CONNECT_TIMEOUT_S: Final = 10.0
+"""Bound of connection set-up, which is not charged to any transfer."""
+
+
+class TransferTimes(NamedTuple):
+    """How long each side waits, in seconds.
+
+    Attributes:
+        timeout_s: the transfer deadline; on the sender it only flags, on the receiver it fails the task.
+        slice_s: length of one bounded wait on the sender's side.
+        poll_s: length of one bounded wait on the receiver's side.
+        connect_s: bound of connection set-up.
+    """
+
+    timeout_s: float
+    slice_s: float
+    poll_s: float
+    connect_s: float = CONNECT_TIMEOUT_S
+
+    @classmethod
+    def from_config(cls, config: CacheTransceiverConfig, connect_s: float = CONNECT_TIMEOUT_S) -> TransferTimes:
+        """The times of the Python runtime.
+
+        Raises:
+            TransceiverConfigError: ``kv_transfer_timeout_ms`` is None.
+        """
+        if config.kv_transfer_timeout_ms is None:
+            raise TransceiverConfigError("the Python transceiver requires a finite kv_transfer_timeout_ms")
+        return cls(
+            timeout_s=config.kv_transfer_timeout_ms / 1000,
+            slice_s=(config.kv_transfer_sender_future_timeout_ms or FALLBACK_MS) / 1000,
+            poll_s=(config.kv_transfer_poll_interval_ms or FALLBACK_MS) / 1000,
+            connect_s=connect_s,
+        )
+
+
+def idle_wait_ms(config: CacheTransceiverConfig, *, tracked_transfers: bool, busy: bool) -> int | None:
+    """How long an executor may wait for new requests, in milliseconds.
+
+    Args:
+        config: the server's transfer settings.
+        tracked_transfers: whether any transfer is open, on this or on a peer rank.
+        busy: whether there is work to run now.
+
+    Returns:
+        0 when busy; None (no bound from transfers) when nothing is tracked; else the smaller of poll interval and
+        transfer timeout. After such a wait the executor sweeps timeouts, then polls with 0, in this order.
+    """
+    if busy:
+        return 0
+    if not tracked_transfers:
+        return None
+    interval_ms = config.kv_transfer_poll_interval_ms or FALLBACK_MS
+    timeout_ms = config.kv_transfer_timeout_ms
+    return interval_ms if timeout_ms is None else min(interval_ms, timeout_ms)
+
+
+class Waiter(Protocol):
+    """How a poll waits; replaced in tests together with the clock."""
+
+    def wait(self, changed: threading.Condition, seconds: float) -> None:
+        """Wait until ``changed`` is notified or ``seconds`` have passed. The caller holds the condition's lock."""
+
+
+class ConditionWaiter:
+    """Waits in real time."""
+
+    def wait(self, changed: threading.Condition, seconds: float) -> None:
+        """See :meth:`Waiter.wait`."""
+        changed.wait(seconds)

@@ -1,0 +1,99 @@
+"""The vocabulary of the transceiver: pools, leases, peers, and what a poll reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "PageIds",
+    "PageLease",
+    "PeerKey",
+    "PoolMemory",
+    "TransceiverStats",
+    "TransferFailure",
+    "TransferPoll",
+]
+
+PageIds = NDArray[np.int32]
+"""Page ids of one layer group, ``[blocks]``; a negative id is a block whose page is not held."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolMemory:
+    """One layer group's pages in this process: page ``i`` lies at ``address + i * page_bytes``."""
+
+    address: int
+    nbytes: int
+    num_pages: int
+    page_bytes: int
+    fd: int | None = None
+    """A memfd that backs the pool, so that a process of the same user can map it; None where there is none."""
+    fd_offset_bytes: int = 0
+    """Where page 0 lies in ``fd``; a multiple of the machine's page size."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    device_id: int = 0
+
+
+class PageLease(Protocol):
+    """The pages of one request, pinned until :meth:`release`."""
+
+    def page_ids(self, group: int) -> PageIds:
+        """Page ids of ``group``, one for each block of the request, in order."""
+
+    def release(self) -> None:
+        """Unpin. Called exactly once, on the thread that drives the transceiver."""
+
+
+class PeerKey(NamedTuple):
+    """One life of one engine."""
+
+    instance_id: str
+    epoch: int
+
+    def __str__(self) -> str:
+        return f"{self.instance_id}#{self.epoch}"
+
+
+class TransferFailure(NamedTuple):
+    """Why a transfer failed; the fields are those of an HTTP error."""
+
+    id: int
+    status: int
+    code: str
+    message: str
+
+
+class TransferPoll(NamedTuple):
+    """What changed since the last poll. Each transfer ends in exactly one of the first three lists, once."""
+
+    completed: list[int]
+    failed: list[TransferFailure]
+    cancelled: list[int]
+    timed_out: list[int]
+    """Past their deadline and still open: their pages stay pinned and they may yet complete. Reported once each."""
+
+
+class TransceiverStats(NamedTuple):
+    """Gauges now, then counters since start."""
+
+    send_sessions: int
+    receive_sessions: int
+    quarantined_pages: int
+    links: int
+    started_total: int
+    completed_total: int
+    failed_total: int
+    cancelled_total: int
+    timed_out_total: int
+    refused_total: int
+    """Requests for pages refused here: forged, expired, foreign, stale or replayed tickets."""
+    dropped_messages_total: int
+    """Control messages that could not be sent or understood, and answers to older sessions."""
+    bytes_moved_total: int
+    pages_moved_total: int
+    pages_reused_total: int
+    """Pages that were not asked for because the receiver already held them."""

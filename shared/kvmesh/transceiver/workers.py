@@ -1,0 +1,101 @@
+"""Threads that do the slow work of a peer (attaching memory, moving bytes, checksums): one for each peer.
+
+A peer that has stopped, or whose network is cut, can then hold up nobody but itself.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Final
+
+__all__ = ["PeerWorkers", "WorkerBusyError"]
+
+MAX_QUEUED_JOBS: Final = 1024
+"""Above the number of requests an engine admits; reaching it means that a peer has stopped."""
+
+Job = Callable[[], None]
+
+
+class WorkerBusyError(Exception):
+    """A peer has too many jobs waiting."""
+
+
+class _Worker:
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.Queue[Job | None] = queue.Queue(MAX_QUEUED_JOBS)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        self.error: BaseException | None = None
+
+    def submit(self, job: Job | None) -> None:
+        try:
+            self._jobs.put_nowait(job)
+        except queue.Full as error:
+            raise WorkerBusyError(f"{self._thread.name}: {MAX_QUEUED_JOBS} jobs wait already") from error
+
+    def join(self, timeout_s: float) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except BaseException as error:
+                self.error = error
+                raise
+
+
+class PeerWorkers:
+    """Workers by name, started on first use. Jobs of one name run in order; jobs of different names do not wait."""
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._lock = threading.Lock()
+        self._workers: dict[str, _Worker] = {}
+        self._closed = False
+
+    def submit(self, name: str, job: Job) -> None:
+        """Run ``job`` on the worker ``name``.
+
+        Raises:
+            WorkerBusyError: that worker has :data:`MAX_QUEUED_JOBS` waiting, or everything is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise WorkerBusyError(f"{self._owner} is shutting down")
+            worker = self._workers.get(name)
+            if worker is None:
+                worker = self._workers[name] = _Worker(f"{self._owner}-{name}"[:48])
+            worker.submit(job)
+
+    def retire(self, name: str, last_job: Job | None = None) -> None:
+        """End the worker ``name`` after what it has queued and ``last_job``; it starts anew when it is used again."""
+        with self._lock:
+            worker = self._workers.pop(name, None)
+        if worker is None:
+            if last_job is not None:
+                last_job()
+            return
+        if last_job is not None:
+            worker.submit(last_job)
+        worker.submit(None)
+
+    @property
+    def error(self) -> BaseException | None:
+        """The defect that ended a worker, if one did."""
+        with self._lock:
+            return next((worker.error for worker in self._workers.values() if worker.error), None)
+
+    def close(self, timeout_s: float) -> None:
+        """End every worker, waiting ``timeout_s`` at most for each; one that is stuck in a library is left behind."""
+        with self._lock:
+            self._closed = True
+            workers = list(self._workers.values())
+            self._workers.clear()
+        for worker in workers:
+            worker.submit(None)
+        for worker in workers:
+            worker.join(timeout_s)
