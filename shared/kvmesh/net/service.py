@@ -15,6 +15,7 @@ import anyio
 from aiohttp import web
 from anyio.abc import TaskGroup
 
+from kvmesh.net.address import reachable_host
 from kvmesh.net.faults import arm_from_environment
 from kvmesh.net.http import MAX_BODY_BYTES, Handler, Middleware, json_response, middlewares
 from kvmesh.protocol.errors import unavailable
@@ -123,7 +124,7 @@ async def serving(service: Service, host: str = "127.0.0.1", port: int = 0) -> A
     listener = socket.create_server(
         (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
     )
-    url = f"http://{_advertised(host)}:{listener.getsockname()[1]}"
+    url = f"http://{reachable_host(host)}:{listener.getsockname()[1]}"
     # A client that leaves cancels its handler: that is how a request learns that nobody wants it any more.
     runner = web.AppRunner(service.app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     async with anyio.create_task_group() as tasks:
@@ -173,10 +174,3 @@ async def _serve(
             on_ready(url)
         await anyio.sleep_forever()
     outer.cancel()
-
-
-def _advertised(host: str) -> str:
-    """The address that others reach: a wildcard is not one, so the machine's own name stands for it."""
-    if host in ("0.0.0.0", "::"):  # noqa: S104
-        return socket.gethostbyname(socket.gethostname())
-    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,1 @@
+"""The context server: a process around one engine."""

@@ -1,0 +1,1 @@
+"""The generation server: a process around one engine."""

@@ -1,0 +1,27 @@
+"""From the address that was bound to the one that others connect to."""
+
+from __future__ import annotations
+
+import socket
+
+__all__ = ["reachable_endpoint", "reachable_host"]
+
+_WILDCARDS = frozenset({"*", "0.0.0.0", "::", "[::]"})  # noqa: S104  compared with, not bound
+
+
+def reachable_host(host: str) -> str:
+    """A host that others can connect to: a wildcard is none, so this machine's own address stands for it."""
+    if host not in _WILDCARDS:
+        return f"[{host}]" if ":" in host and not host.startswith("[") else host
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"  # a machine that does not know its own name is alone
+
+
+def reachable_endpoint(asked: str, bound: str) -> str:
+    """The ZMQ endpoint that others connect to, from the one asked for and the socket's ``LAST_ENDPOINT``."""
+    if not asked.startswith("tcp://"):
+        return asked
+    host = asked.removeprefix("tcp://").rpartition(":")[0]
+    return f"tcp://{reachable_host(host)}:{bound.rpartition(':')[2]}"

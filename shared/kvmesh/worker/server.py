@@ -1,0 +1,339 @@
+"""The HTTP face of one engine: OpenAI completions and chat, whole or as a leg, and what operators ask."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+import uuid
+from collections import OrderedDict
+from importlib.metadata import version
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+from aiohttp import web
+from anyio.abc import TaskGroup
+from kvmesh.engine.client import EngineClient
+from opentelemetry.trace import SpanKind
+
+from kvmesh.config import WorkerSettings
+from kvmesh.models.store import resolve_model
+from kvmesh.models.tokenizer import Tokenizer
+from kvmesh.net.auth import ApiKeys
+from kvmesh.net.discovery import CoordinatorClient
+from kvmesh.net.http import REQUEST_ID, api_key_middleware, json_response, read_json
+from kvmesh.net.service import Health, Service
+from kvmesh.protocol.engine import Generate
+from kvmesh.protocol.errors import ApiError, bad_request, unavailable
+from kvmesh.protocol.members import Load, Member, MemberEvent
+from kvmesh.protocol.openai.requests import ApiKind, decode_request
+from kvmesh.protocol.openai.responses import encode
+from kvmesh.protocol.openai.service import ModelCard, ModelList
+from kvmesh.protocol.openai.sse import SSE_HEADERS, error_event
+from kvmesh.protocol.sampling import SamplingParams
+from kvmesh.telemetry import get_logger
+from kvmesh.telemetry.tracing import Tracing
+from kvmesh.worker.answers import Answerer
+from kvmesh.worker.observations import Observations
+from kvmesh.worker.plans import ModelFacts, Plan, Planner
+
+__all__ = ["WorkerService"]
+
+HEALTH_TIMEOUT_S = 10.0
+"""Longest step after which the executor must have answered a ping: a full prefill chunk on one slow core."""
+PROBE_TIMEOUT_S = 30.0
+MAX_OPEN_CONTEXT_LEGS = 8192
+"""Context legs that can still be given up by id; an older one ends by its own deadline."""
+ENGINE_DEATH_GRACE_S = 1.0
+"""Between a dead engine and the end of its front: time for the failed requests' answers to leave."""
+
+_log = get_logger("worker")
+
+
+class _AbortRequest(msgspec.Struct, kw_only=True):
+    """``POST /abort``: what is no longer wanted, by either id."""
+
+    disagg_request_id: int | None = None
+    request_id: str | None = None
+
+
+class WorkerService(Service):
+    """A context server, a generation server, or both in one (``settings.role``)."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        name = "worker" if settings.role == "both" else settings.role
+        keys = ApiKeys(settings.api_keys_file)
+        super().__init__(name, middleware=[api_key_middleware(keys)], drain_s=settings.drain_s)
+        instance_id = settings.instance_id or f"{name}-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+        self.settings = settings.model_copy(update={"instance_id": instance_id})
+        self.instance_id = instance_id
+        self._tracing = Tracing.configure(name, instance_id=instance_id, otlp_endpoint=settings.otlp_endpoint)
+        self._observations = Observations(self.metrics, self._tracing)
+        self._coordinator: CoordinatorClient | None = None
+        self._engine: EngineClient | None = None
+        self._planner: Planner | None = None
+        self._answerer: Answerer | None = None
+        self._facts = ModelFacts("", 0, 0)
+        self._created = int(time.time())
+        self._open_legs: OrderedDict[int, str] = OrderedDict()
+        self._exit = contextlib.AsyncExitStack()
+        self._failure: str | None = None
+        self.metrics.collect_statistics("kvmesh_engine", self._engine_statistics)
+        routes = self.app.router
+        routes.add_post("/v1/completions", self._completions)
+        routes.add_post("/v1/chat/completions", self._chat)
+        routes.add_get("/v1/models", self._models)
+        routes.add_get("/health_generate", self._health_generate)
+        routes.add_get("/server_info", self._server_info)
+        routes.add_get("/version", self._version)
+        routes.add_get("/iteration_stats", self._iteration_stats)
+        routes.add_get("/perf_metrics", self._perf_metrics)
+        routes.add_post("/kv_cache_events", self._kv_cache_events)
+        routes.add_post("/abort", self._abort)
+
+    async def start(self, tasks: TaskGroup, url: str) -> None:
+        """Load the tokenizer, launch the engine, and register at the coordinator if there is one."""
+        settings = self.settings
+        source = await anyio.to_thread.run_sync(resolve_model, settings.model)
+        tokenizer = await anyio.to_thread.run_sync(Tokenizer.from_source, source)
+        engine = await self._exit.enter_async_context(EngineClient.launch(settings))
+        ready = engine.ready
+        self._facts = ModelFacts(settings.served_model_name or source.name, ready.max_seq_len, tokenizer.vocab_size)
+        self._planner = Planner(engine, tokenizer, self._facts, settings.role, settings.request_timeout_s)
+        self._answerer = Answerer(tokenizer, ready.ctx_info_endpoint, self._observations.delta)
+        if settings.coordinator_url is not None:
+            await self._join(tasks, settings.coordinator_url, url, engine)
+        self._engine = engine
+        tasks.start_soon(self._watch_engine, engine)
+        _log.info("ready", model=self._facts.name, pages=ready.num_pages, transfer=ready.transfer_backend)
+
+    async def drain(self) -> None:
+        """Tell the others first, then let what runs end."""
+        if self._coordinator is not None:
+            self._coordinator.set_draining()
+        await super().drain()
+
+    async def stop(self) -> None:
+        """Leave the membership, end the engine and send the last spans."""
+        if self._coordinator is not None:
+            await self._coordinator.stop()
+        await self._exit.aclose()
+        await anyio.to_thread.run_sync(self._tracing.close)
+
+    async def probe(self) -> Health:
+        """Alive means that the executor loop itself answered just now."""
+        if self._failure is not None:
+            return Health(False, self._failure)
+        if self._engine is None:
+            return Health(False, "the engine is loading")
+        try:
+            await self._engine.ping(HEALTH_TIMEOUT_S)
+        except ApiError as error:
+            return Health(False, error.message)
+        return Health(True)
+
+    def load(self) -> Load:
+        """What this worker tells the others with each heartbeat."""
+        if self._engine is None:
+            return Load()
+        stats = self._engine.stats
+        return Load(
+            running=stats.running,
+            waiting=stats.waiting,
+            in_transfer=stats.in_transfer,
+            pages_total=stats.pages_total,
+            pages_free=stats.pages_free,
+            pages_evictable=stats.pages_evictable,
+            prompt_tokens_total=stats.prompt_tokens_total,
+            cached_tokens_total=stats.cached_tokens_total,
+            generated_tokens_total=stats.generated_tokens_total,
+        )
+
+    async def _join(self, tasks: TaskGroup, coordinator_url: str, url: str, engine: EngineClient) -> None:
+        coordinator = CoordinatorClient(coordinator_url)
+        await coordinator.start(tasks)
+        coordinator.subscribe(self._on_member_event(engine))
+        engine.on_ledger(coordinator.report)
+        coordinator.announce(self._member(url, engine), self.load)
+        self._coordinator = coordinator
+
+    def _member(self, url: str, engine: EngineClient) -> Member:
+        ready = engine.ready
+        return Member(
+            instance_id=self.instance_id,
+            role=self.settings.role,
+            url=url,
+            epoch=engine.epoch,
+            model=self._facts.name,
+            compat_digest=ready.layout_digest,
+            tokens_per_block=ready.tokens_per_block,
+            kv_cache_hash_algo=ready.kv_cache_hash_algo,
+            max_batch_size=ready.max_batch_size,
+            max_seq_len=ready.max_seq_len,
+            ctx_info_endpoint=ready.ctx_info_endpoint,
+            transfer_backend=ready.transfer_backend,
+            events_endpoint=ready.events_endpoint,
+            replay_endpoint=ready.replay_endpoint,
+            started_unix_ms=self._created * 1000,
+            pid=os.getpid(),
+        )
+
+    def _on_member_event(self, engine: EngineClient) -> Any:
+        def hear(event: MemberEvent) -> None:
+            if event.kind in ("dead", "left") and event.member.instance_id != self.instance_id:
+                engine.peer_dead(event.member.instance_id, event.member.epoch)
+
+        return hear
+
+    async def _watch_engine(self, engine: EngineClient) -> None:
+        """End this process when its engine has ended: whoever supervises it starts both anew."""
+        reason = await engine.wait_dead()
+        self._failure = f"the engine is dead: {reason}"
+        _log.error("engine died", reason=reason)
+        await anyio.sleep(ENGINE_DEATH_GRACE_S)
+        raise RuntimeError(self._failure)
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, "completions")
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, "chat")
+
+    async def _generate(self, request: web.Request, kind: ApiKind) -> web.StreamResponse:
+        if self._planner is None or self._answerer is None:
+            raise unavailable("The engine is still loading; try again in a moment.", code="loading", retry_after_s=2)
+        body = decode_request(kind, await request.read())
+        parent = self._tracing.extract(request.headers)
+        request_id = body.request_id or request[REQUEST_ID]
+        with self._tracing.span(self.name, parent, kind=SpanKind.SERVER, request_id=request_id) as (_span, context):
+            plan = await self._planner.plan(body, request_id, self._tracing.traceparent(context))
+            if plan.leg.kind == "context":
+                self._remember(plan)
+            self._observations.began(plan)
+            try:
+                with anyio.fail_after(self.settings.request_timeout_s):
+                    if body.stream:
+                        return await self._stream(request, plan, self._answerer)
+                    return web.Response(body=encode(await self._answerer.whole(plan)), content_type="application/json")
+            except TimeoutError:
+                raise self._too_late() from None
+            finally:
+                self._observations.ended(plan, context)
+
+    async def _stream(self, request: web.Request, plan: Plan, answerer: Answerer) -> web.StreamResponse:
+        response = web.StreamResponse(headers=SSE_HEADERS)
+        async with contextlib.aclosing(answerer.events(plan)) as events:  # type: ignore[type-var]
+            # The status line waits for the first event: a request that fails before it still gets a status.
+            first = await anext(events)
+            await response.prepare(request)
+            try:
+                await response.write(first)
+                async for event in events:
+                    await response.write(event)
+            except ApiError as error:
+                await response.write(error_event(error))
+        await response.write_eof()
+        return response
+
+    def _too_late(self) -> ApiError:
+        return ApiError(
+            504,
+            f"The request was not finished within {self.settings.request_timeout_s:g} s; ask for fewer tokens.",
+            type="timeout_error",
+            code="request_timeout",
+        )
+
+    def _remember(self, plan: Plan) -> None:
+        self._open_legs[plan.leg.transfer_id] = plan.sequences[0].run.request.request_id
+        if len(self._open_legs) > MAX_OPEN_CONTEXT_LEGS:
+            self._open_legs.popitem(last=False)
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        body = await read_json(request, _AbortRequest)
+        engine = self._running_engine()
+        request_id = body.request_id
+        if body.disagg_request_id is not None:
+            request_id = self._open_legs.pop(body.disagg_request_id, None)
+        elif request_id is None:
+            raise bad_request("Name what to abort by 'disagg_request_id' or 'request_id'.")
+        if request_id is not None:
+            engine.abort(request_id)
+        return json_response({"aborted": request_id is not None})
+
+    async def _models(self, _request: web.Request) -> web.Response:
+        card = ModelCard(
+            id=self._facts.name, created=self._created, root=self.settings.model, max_model_len=self._facts.max_seq_len
+        )
+        return json_response(ModelList(data=[card] if self._facts.name else []))
+
+    async def _health_generate(self, _request: web.Request) -> web.Response:
+        """Really generate one token."""
+        engine = self._running_engine()
+        probe = Generate(
+            request_id=f"health-{uuid.uuid4().hex}",
+            prompt_token_ids=bytes(4),
+            sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+            deadline_s=PROBE_TIMEOUT_S,
+        )
+        started_s = time.perf_counter()
+        tokens = 0
+        with anyio.fail_after(PROBE_TIMEOUT_S):
+            async with contextlib.aclosing(engine.generate(probe)) as outputs:  # type: ignore[type-var]
+                async for output in outputs:
+                    tokens += len(output.token_ids)
+        return json_response({"status": "ok", "tokens": tokens, "seconds": time.perf_counter() - started_s})
+
+    async def _server_info(self, _request: web.Request) -> web.Response:
+        engine = self._running_engine()
+        ready = engine.ready
+        return json_response(
+            {
+                "instance_id": self.instance_id,
+                "epoch": engine.epoch,
+                "role": self.settings.role,
+                "dialect": "kvmesh",
+                "protocol": ready.protocol,
+                "version": version("kvmesh"),
+                "model": self._facts.name,
+                "max_batch_size": ready.max_batch_size,
+                "max_num_tokens": ready.max_num_tokens,
+                "max_seq_len": ready.max_seq_len,
+                "tokens_per_block": ready.tokens_per_block,
+                "kv_cache_hash_algo": ready.kv_cache_hash_algo,
+                "compat_digest": ready.layout_digest,
+                "num_pages": ready.num_pages,
+                "page_bytes": ready.page_bytes,
+                "device": ready.device,
+                "transfer_backend": ready.transfer_backend,
+                "events_endpoint": ready.events_endpoint,
+                "replay_endpoint": ready.replay_endpoint,
+                "disaggregated_params": {
+                    "ctx_info_endpoint": [ready.ctx_info_endpoint] if ready.ctx_info_endpoint else [],
+                    "ctx_dp_rank": 0,
+                },
+            }
+        )
+
+    async def _version(self, _request: web.Request) -> web.Response:
+        return json_response({"version": version("kvmesh")})
+
+    async def _iteration_stats(self, _request: web.Request) -> web.Response:
+        return json_response(self._running_engine().stats)
+
+    async def _perf_metrics(self, _request: web.Request) -> web.Response:
+        return json_response(self._observations.drain_records())
+
+    async def _kv_cache_events(self, _request: web.Request) -> web.Response:
+        events = await self._running_engine().drain_kv_events()
+        return web.Response(body=events, content_type="application/json")
+
+    def _running_engine(self) -> EngineClient:
+        if self._engine is None:
+            raise unavailable("The engine is still loading; try again in a moment.", code="loading", retry_after_s=2)
+        return self._engine
+
+    def _engine_statistics(self) -> dict[str, float]:
+        return {} if self._engine is None else msgspec.structs.asdict(self._engine.stats)
