@@ -1,0 +1,152 @@
+// Row-wise kernels: RMS norm, SiLU gate, rotary embedding and the store into pages. Compiled once per level.
+#include <math.h>
+
+#include "../core/paging.h"
+#include "kernels.h"
+#include "simd.h"
+
+KVM_BEGIN
+namespace {
+
+template <class T>
+void rms_norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
+  const T* weight = static_cast<const T*>(a.weight);
+  int64_t whole = a.width / kLanes * kLanes;
+  for (int64_t t = begin; t < end; ++t) {
+    const T* x = static_cast<const T*>(a.x) + t * a.x_stride;
+    T* out = static_cast<T*>(a.out) + t * a.out_stride;
+    const T* source = x;
+    VFloat squares{};
+    float tail = 0.0f;
+    if (a.residual != nullptr) {
+      T* residual = static_cast<T*>(a.residual) + t * a.residual_stride;
+      for (int64_t i = 0; i < whole; i += kLanes) {
+        Lanes<T>::store(residual + i, Lanes<T>::load(residual + i) + Lanes<T>::load(x + i));
+        VFloat v = Lanes<T>::load(residual + i);
+        squares += v * v;
+      }
+      for (int64_t i = whole; i < a.width; ++i) {
+        residual[i] = from_float<T>(to_float(residual[i]) + to_float(x[i]));
+        tail += to_float(residual[i]) * to_float(residual[i]);
+      }
+      source = residual;
+    } else {
+      for (int64_t i = 0; i < whole; i += kLanes) {
+        VFloat v = Lanes<T>::load(x + i);
+        squares += v * v;
+      }
+      for (int64_t i = whole; i < a.width; ++i) tail += to_float(x[i]) * to_float(x[i]);
+    }
+    float inverse = 1.0f / sqrtf((sum(squares) + tail) / float(a.width) + a.eps);
+    for (int64_t i = 0; i < whole; i += kLanes)
+      Lanes<T>::store(out + i, Lanes<T>::load(source + i) * inverse * Lanes<T>::load(weight + i));
+    for (int64_t i = whole; i < a.width; ++i)
+      out[i] = from_float<T>(to_float(source[i]) * inverse * to_float(weight[i]));
+  }
+}
+
+template <class T>
+void silu_rows(const SiluArgs& a, int64_t begin, int64_t end) {
+  int64_t whole = a.width / kLanes * kLanes;
+  for (int64_t t = begin; t < end; ++t) {
+    const T* gate = static_cast<const T*>(a.gate_up) + t * a.gate_up_stride;
+    const T* up = gate + a.width;
+    T* out = static_cast<T*>(a.out) + t * a.out_stride;
+    for (int64_t i = 0; i < whole; i += kLanes)
+      Lanes<T>::store(out + i, silu_lanes(Lanes<T>::load(gate + i)) * Lanes<T>::load(up + i));
+    for (int64_t i = whole; i < a.width; ++i) {
+      float g = to_float(gate[i]);
+      out[i] = from_float<T>(g / (1.0f + expf(-g)) * to_float(up[i]));
+    }
+  }
+}
+
+// Half-split rotary: pairs are (i, i + rotary_half) of each head.
+template <class T>
+void rotate_head(T* head, const float* cos, const float* sin, int32_t half) {
+  int32_t whole = half / kLanes * kLanes;
+  for (int32_t i = 0; i < whole; i += kLanes) {
+    VFloat a = Lanes<T>::load(head + i), b = Lanes<T>::load(head + half + i);
+    VFloat c = load(cos + i), s = load(sin + i);
+    Lanes<T>::store(head + i, a * c - b * s);
+    Lanes<T>::store(head + half + i, b * c + a * s);
+  }
+  for (int32_t i = whole; i < half; ++i) {
+    float a = to_float(head[i]), b = to_float(head[half + i]);
+    head[i] = from_float<T>(a * cos[i] - b * sin[i]);
+    head[half + i] = from_float<T>(b * cos[i] + a * sin[i]);
+  }
+}
+
+template <class T>
+void rope_rows(const RopeArgs& a, int64_t begin, int64_t end) {
+  for (int64_t t = begin; t < end; ++t) {
+    const float* cos = a.cos + int64_t(a.positions[t]) * a.rotary_half;
+    const float* sin = a.sin + int64_t(a.positions[t]) * a.rotary_half;
+    T* q = static_cast<T*>(a.q) + t * a.q_stride;
+    T* k = static_cast<T*>(a.k) + t * a.k_stride;
+    for (int32_t h = 0; h < a.q_heads; ++h) rotate_head(q + int64_t(h) * a.head_dim, cos, sin, a.rotary_half);
+    for (int32_t h = 0; h < a.k_heads; ++h) rotate_head(k + int64_t(h) * a.head_dim, cos, sin, a.rotary_half);
+  }
+}
+
+template <class From, class To>
+void convert_row(To* to, const From* from, int32_t width) {
+  int32_t whole = width / kLanes * kLanes;
+  for (int32_t i = 0; i < whole; i += kLanes) Lanes<To>::store(to + i, Lanes<From>::load(from + i));
+  for (int32_t i = whole; i < width; ++i) to[i] = from_float<To>(to_float(from[i]));
+}
+
+template <class From, class To>
+void store_rows(const StoreArgs& a, int64_t begin, int64_t end) {
+  const kvmesh_paged_kv& kv = a.kv;
+  for (int64_t t = begin; t < end; ++t) {
+    int64_t slot = a.slots[t];
+    if (slot < 0) continue;
+    for (int32_t h = 0; h < kv.num_kv_heads; ++h) {
+      const From* k = static_cast<const From*>(a.k) + t * a.k_stride + int64_t(h) * kv.head_dim;
+      const From* v = static_cast<const From*>(a.v) + t * a.v_stride + int64_t(h) * kv.head_dim;
+      convert_row(reinterpret_cast<To*>(slot_row(kv, slot, kv.k_offset_bytes, h)), k, kv.head_dim);
+      convert_row(reinterpret_cast<To*>(slot_row(kv, slot, kv.v_offset_bytes, h)), v, kv.head_dim);
+    }
+  }
+}
+
+template <class From>
+void store_rows_from(const StoreArgs& a, int64_t begin, int64_t end) {
+  switch (a.kv.dtype) {
+    case kFloat32: return store_rows<From, Float32>(a, begin, end);
+    case kFloat16: return store_rows<From, Float16>(a, begin, end);
+    case kBFloat16: return store_rows<From, BFloat16>(a, begin, end);
+    case kFp8E4M3: return store_rows<From, Fp8E4M3>(a, begin, end);
+    case kFp8E5M2: return store_rows<From, Fp8E5M2>(a, begin, end);
+  }
+}
+
+}  // namespace
+
+void rms_norm(const NormArgs& a, int32_t dtype, int64_t begin, int64_t end) {
+  if (dtype == kFloat32) rms_norm_rows<Float32>(a, begin, end);
+  else if (dtype == kFloat16) rms_norm_rows<Float16>(a, begin, end);
+  else rms_norm_rows<BFloat16>(a, begin, end);
+}
+
+void silu_and_mul(const SiluArgs& a, int32_t dtype, int64_t begin, int64_t end) {
+  if (dtype == kFloat32) silu_rows<Float32>(a, begin, end);
+  else if (dtype == kFloat16) silu_rows<Float16>(a, begin, end);
+  else silu_rows<BFloat16>(a, begin, end);
+}
+
+void rope(const RopeArgs& a, int32_t dtype, int64_t begin, int64_t end) {
+  if (dtype == kFloat32) rope_rows<Float32>(a, begin, end);
+  else if (dtype == kFloat16) rope_rows<Float16>(a, begin, end);
+  else rope_rows<BFloat16>(a, begin, end);
+}
+
+void store_kv(const StoreArgs& a, int64_t begin, int64_t end) {
+  if (a.input_dtype == kFloat32) store_rows_from<Float32>(a, begin, end);
+  else if (a.input_dtype == kFloat16) store_rows_from<Float16>(a, begin, end);
+  else store_rows_from<BFloat16>(a, begin, end);
+}
+
+KVM_END

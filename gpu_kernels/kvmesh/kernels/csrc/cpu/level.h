@@ -1,0 +1,97 @@
+// The table of hot routines that every instruction-set level provides, and its choice at run time.
+#pragma once
+
+#include <stddef.h>
+
+#include "../include/kvmesh_kernels.h"
+
+namespace kvmesh {
+
+// Row-wise work over [tokens, width] matrices; strides are elements between tokens.
+struct NormArgs {
+  void* out;
+  void* residual;  // null: no residual addition
+  const void* x;
+  const void* weight;
+  int64_t out_stride, residual_stride, x_stride, width;
+  float eps;
+};
+
+struct SiluArgs {
+  void* out;
+  const void* gate_up;
+  int64_t out_stride, gate_up_stride, width;
+};
+
+struct StoreArgs {
+  const void* k;
+  const void* v;
+  const int64_t* slots;
+  int64_t k_stride, v_stride;
+  int32_t input_dtype;
+  kvmesh_paged_kv kv;
+};
+
+struct RopeArgs {
+  void* q;
+  void* k;
+  const float* cos;
+  const float* sin;
+  const int32_t* positions;
+  int64_t q_stride, k_stride;
+  int32_t q_heads, k_heads, head_dim, rotary_half;
+};
+
+struct AttentionArgs {
+  void* out;
+  const void* q;
+  const int32_t* block_tables;
+  const int32_t* query_start;
+  const int32_t* context_lens;
+  int64_t out_stride, q_stride, block_table_stride;
+  int32_t dtype, num_heads, window;
+  float scale, soft_cap;
+  kvmesh_paged_kv kv;
+};
+
+// A part of one sequence's attention: `rows` of the (query, grouped head) pairs of one KV head, keys
+// [key_begin, key_end). With `partial` null the result is final and goes to `out`; else the unnormalised rows and
+// their softmax states go there, for merge_attention.
+struct AttentionTask {
+  int32_t sequence, kv_head, row_begin, row_end, key_begin, key_end;
+  bool blocked;  // many rows: attention_prefill; else attention_decode
+  float* partial;
+};
+
+// Up to this many rows attention runs as decode (lanes along head_dim); more fill the lanes themselves.
+constexpr int kDecodeRows = 16;
+
+struct LinearArgs {
+  float* out;
+  const float* x;
+  const float* block_sums;  // Q4_1: per token and block of 32, the sum of x
+  const uint8_t* panels;
+  int64_t out_stride, x_stride, tokens, rows, columns;
+};
+
+struct LevelTable {
+  const char* name;
+  void (*rms_norm)(const NormArgs&, int32_t dtype, int64_t begin, int64_t end);
+  void (*silu_and_mul)(const SiluArgs&, int32_t dtype, int64_t begin, int64_t end);
+  void (*rope)(const RopeArgs&, int32_t dtype, int64_t begin, int64_t end);
+  void (*store_kv)(const StoreArgs&, int64_t begin, int64_t end);
+  int attention_tile_rows;  // query rows of one prefill task at most
+  size_t (*attention_scratch_bytes)(const AttentionArgs&);
+  size_t (*partial_floats)(const AttentionArgs&, int rows);  // size of a decode task's `partial`
+  void (*attention_decode)(const AttentionArgs&, const AttentionTask&, void* scratch);
+  void (*attention_prefill)(const AttentionArgs&, const AttentionTask&, void* scratch);
+  void (*attention_merge)(const AttentionArgs&, const AttentionTask* parts, int count, void* scratch);
+  void (*block_sums)(const LinearArgs&, float* sums);
+  void (*linear_q4_1)(const LinearArgs&, int64_t panel_begin, int64_t panel_end);
+  void (*linear_q8_0)(const LinearArgs&, int64_t panel_begin, int64_t panel_end);
+};
+
+// The best level of this CPU, or the one KVMESH_CPU_LEVEL names (baseline, avx2, avx512) where the CPU has it.
+const LevelTable& level();
+
+}  // namespace kvmesh

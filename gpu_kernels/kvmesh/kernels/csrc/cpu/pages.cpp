@@ -1,0 +1,76 @@
+// Page movement: gather, scatter, copy and checksum of whole pages, in parallel pieces.
+#include <string.h>
+
+#include "../ext/xxh3.h"
+#include "../include/kvmesh_kernels.h"
+#include "api.h"
+#include "thread_pool.h"
+
+namespace kvmesh {
+namespace {
+
+// Large enough that claiming a piece costs nothing next to copying it, small enough to share one page.
+constexpr int64_t kPieceBytes = 256 << 10;
+// Below this a wake-up costs more than a second core saves.
+constexpr int64_t kParallelBytes = 1 << 20;
+
+// Copies `count` pages; page i goes from source(i) to destination(i).
+template <class Source, class Destination>
+void move_pages(int64_t count, int64_t page_bytes, Source source, Destination destination) {
+  if (count * page_bytes < kParallelBytes) {
+    for (int64_t i = 0; i < count; ++i) memcpy(destination(i), source(i), size_t(page_bytes));
+    return;
+  }
+  int64_t pieces_per_page = (page_bytes + kPieceBytes - 1) / kPieceBytes;
+  auto piece = [&](int64_t task) {
+    int64_t page = task / pieces_per_page, offset = task % pieces_per_page * kPieceBytes;
+    int64_t bytes = page_bytes - offset < kPieceBytes ? page_bytes - offset : kPieceBytes;
+    memcpy(destination(page) + offset, source(page) + offset, size_t(bytes));
+  };
+  parallel_for(count * pieces_per_page, piece);
+}
+
+}  // namespace
+}  // namespace kvmesh
+
+using kvmesh::move_pages;
+using kvmesh::parallel_for;
+
+KVMESH_API int kvmesh_cpu_gather_pages(uint8_t* destination, const uint8_t* base, const int32_t* ids, int64_t count,
+                                       int64_t page_bytes, int64_t stride_bytes) {
+  if (count < 0 || page_bytes <= 0) return KVMESH_BAD_SHAPE;
+  move_pages(
+      count, page_bytes, [=](int64_t i) { return base + ids[i] * stride_bytes; },
+      [=](int64_t i) { return destination + i * page_bytes; });
+  return KVMESH_OK;
+}
+
+KVMESH_API int kvmesh_cpu_scatter_pages(uint8_t* base, const uint8_t* source, const int32_t* ids, int64_t count,
+                                        int64_t page_bytes, int64_t stride_bytes) {
+  if (count < 0 || page_bytes <= 0) return KVMESH_BAD_SHAPE;
+  move_pages(
+      count, page_bytes, [=](int64_t i) { return source + i * page_bytes; },
+      [=](int64_t i) { return base + ids[i] * stride_bytes; });
+  return KVMESH_OK;
+}
+
+KVMESH_API int kvmesh_cpu_copy_pages(uint8_t* to_base, const int32_t* to_ids, const uint8_t* from_base,
+                                     const int32_t* from_ids, int64_t count, int64_t page_bytes) {
+  if (count < 0 || page_bytes <= 0) return KVMESH_BAD_SHAPE;
+  move_pages(
+      count, page_bytes, [=](int64_t i) { return from_base + from_ids[i] * page_bytes; },
+      [=](int64_t i) { return to_base + to_ids[i] * page_bytes; });
+  return KVMESH_OK;
+}
+
+KVMESH_API int kvmesh_cpu_checksum_pages(uint64_t* sums, const uint8_t* base, const int32_t* ids, int64_t count,
+                                         int64_t page_bytes, int64_t stride_bytes) {
+  if (count < 0 || page_bytes <= 0) return KVMESH_BAD_SHAPE;
+  auto page = [=](int64_t i) { sums[i] = kvmesh::xxh3_64(base + ids[i] * stride_bytes, size_t(page_bytes), 0); };
+  if (count * page_bytes < kvmesh::kParallelBytes) {
+    for (int64_t i = 0; i < count; ++i) page(i);
+  } else {
+    parallel_for(count, page);
+  }
+  return KVMESH_OK;
+}
