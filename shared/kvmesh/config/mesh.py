@@ -19,11 +19,16 @@ __all__ = ["MeshSettings"]
 class MeshSettings(ServiceSettings):
     """A whole mesh on one machine: how many of what, and a template for each kind of process.
 
-    ``model``, ``host`` and the logging fields given here apply to every process whose own section leaves them unset.
+    ``model``, ``host``, ``lease_s``, ``request_timeout_s``, ``drain_s``, logging and tracing given here apply to every
+    process whose own section leaves them unset; ``kvmesh.config.mesh_plan`` settles the rest.
     """
 
     model: str = DEFAULT_MODEL
     """Model of all servers."""
+    lease_s: Seconds = 10.0
+    """Seconds after which a silent process counts as dead."""
+    request_timeout_s: Seconds = 180.0
+    """Deadline of one request in seconds."""
     num_context: Annotated[int, Field(ge=0)] = 1
     """Context servers."""
     num_generation: Annotated[int, Field(ge=0)] = 1

@@ -16,7 +16,7 @@ from kvmesh.config.pool_rebalance import KvPoolRebalanceConfig
 from kvmesh.config.router import RouterSettings
 from kvmesh.config.worker import WorkerSettings
 
-__all__ = ["DEFAULT_ONLY", "NO_EFFECT", "PARTIAL", "Partial", "unsupported_fields"]
+__all__ = ["ALIASES", "DEFAULT_ONLY", "NO_EFFECT", "PARTIAL", "Partial", "unsupported_fields"]
 
 
 class Partial(NamedTuple):
@@ -39,6 +39,15 @@ NO_EFFECT: Mapping[type[BaseModel], frozenset[str]] = {
 }
 """Accepted with any value, without effect."""
 
+ALIASES: Mapping[type[BaseModel], Mapping[str, str]] = {
+    KvCacheConfig: {
+        "secondary_offload_min_priority": "cold_tier_offload_min_priority",
+        "mamba_state_cache_interval": "mamba_state_config.periodic_snapshot_interval",
+    },
+    MambaStateConfig: {"enable_branch_snapshot": "block_reuse_config.enable_branch_snapshot"},
+}
+"""Deprecated names and the fields that they are copied to, under which they are judged."""
+
 DEFAULT_ONLY: Mapping[type[BaseModel], frozenset[str]] = {
     KvCacheConfig: frozenset(
         {
@@ -46,11 +55,11 @@ DEFAULT_ONLY: Mapping[type[BaseModel], frozenset[str]] = {
             "mixed_precision_first_n", "mixed_precision_last_n", "mamba_ssm_cache_dtype",
             "mamba_ssm_stochastic_rounding", "mamba_ssm_philox_rounds", "enable_swa_scratch_reuse",
             "enable_kv_pool_rebalance", "disk_prefetch_num_reqs", "fp8_context_mla_kv_len_cap", "pool_ratio",
-            "avg_seq_len", "cross_kv_cache_fraction", "secondary_offload_min_priority", "mamba_state_cache_interval",
+            "avg_seq_len", "cross_kv_cache_fraction",
         }
     ),
     BlockReuseConfig: frozenset({"max_num_turns", "swa_endpoint_rewind_tokens", "enable_branch_snapshot"}),
-    MambaStateConfig: frozenset(MambaStateConfig.model_fields),
+    MambaStateConfig: frozenset(MambaStateConfig.model_fields) - ALIASES[MambaStateConfig].keys(),
     KvPoolRebalanceConfig: frozenset(KvPoolRebalanceConfig.model_fields),
     CacheTransceiverConfig: frozenset({"kv_cache_bounce_size_mb", "enable_pipelined_transfer"}),
 }  # fmt: skip
@@ -72,16 +81,13 @@ PARTIAL: Mapping[type[BaseModel], Mapping[str, Partial]] = {
 }
 """Built for some values; any other is refused at start. ``max_attention_window`` has a rule of its own."""
 
-# Aliases are judged under the name they were copied to; a window needs the sequence length to be judged.
-_JUDGED_ELSEWHERE = frozenset({"secondary_offload_min_priority", "mamba_state_cache_interval"})
-
 _WALKED = (BlockReuseConfig, MambaStateConfig, KvPoolRebalanceConfig, KVEventsConfig)
 
 
 def unsupported_fields(config: BaseModel, prefix: str = "") -> Iterator[str]:
     """Every ``path=value`` in ``config`` and its nested classes that asks for behaviour which is not built yet."""
     kind = type(config)
-    default_only = DEFAULT_ONLY.get(kind, frozenset()) - _JUDGED_ELSEWHERE
+    default_only = DEFAULT_ONLY.get(kind, frozenset())
     partial = PARTIAL.get(kind, {})
     for name, field in kind.model_fields.items():
         value = config.__dict__[name]  # past the descriptors of deprecated fields, which warn

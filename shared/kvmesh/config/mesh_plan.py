@@ -1,0 +1,135 @@
+"""From the settings of a mesh to those of each of its processes: ports, addresses and what they share."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeVar
+
+from kvmesh.config.base import StrictModel
+from kvmesh.config.coordinator import CoordinatorSettings
+from kvmesh.config.endpoints import tcp_port, with_tcp_port
+from kvmesh.config.indexer import IndexerSettings
+from kvmesh.config.kv_cache import KvCacheConfig
+from kvmesh.config.kv_events import KVEventsConfig
+from kvmesh.config.mesh import MeshSettings
+from kvmesh.config.router import RouterSettings
+from kvmesh.config.worker import WorkerRole, WorkerSettings
+
+__all__ = ["MeshPlan", "plan_mesh"]
+
+M = TypeVar("M", bound=StrictModel)
+
+_SHARED = (
+    "host", "model", "log_level", "log_format", "otlp_endpoint", "drain_s", "lease_s", "request_timeout_s",
+)  # fmt: skip
+"""What a process takes from the mesh unless its own section says otherwise."""
+
+_WILDCARD_HOSTS = ("0.0.0.0", "::", "")  # noqa: S104 - compared with, never bound
+
+
+class MeshPlan(NamedTuple):
+    """The settings of every process of one mesh."""
+
+    coordinator: CoordinatorSettings
+    indexer: IndexerSettings
+    router: RouterSettings
+    workers: tuple[WorkerSettings, ...]
+    """Context servers, then generation servers, then unrestricted ones."""
+
+
+class _Seat(NamedTuple):
+    """The place of one worker in the mesh."""
+
+    role: WorkerRole
+    name: str
+    template: WorkerSettings
+    port: int
+
+
+def plan_mesh(mesh: MeshSettings, *, cluster_secret: str, cpu_count: int) -> MeshPlan:
+    """Settle what each process of a mesh is told; whatever a section states is kept.
+
+    Events are on, every worker publishing at its own ports of 127.0.0.1: they carry prompt tokens.
+
+    Args:
+        mesh: the settings.
+        cluster_secret: signs transfer tickets.
+        cpu_count: cores of the machine, shared evenly among the workers.
+    """
+    coordinator = _with_shared(mesh, mesh.coordinator)
+    coordinator_url = _url(coordinator.host, coordinator.port)
+    indexer = _filled(_with_shared(mesh, mesh.indexer), coordinator_url=coordinator_url)
+    router = _filled(
+        _with_shared(mesh, mesh.router),
+        api_keys_file=mesh.api_keys_file,
+        coordinator_url=coordinator_url,
+        indexer_url=_url(indexer.host, indexer.port),
+        indexer_match_endpoint=indexer.match_endpoint,
+    )
+    seats = _seats(mesh)
+    told = {
+        "coordinator_url": coordinator_url,
+        "cluster_secret": cluster_secret,
+        "num_threads": max(1, cpu_count // len(seats)),
+    }
+    workers = tuple(_worker(mesh, seat, index, told) for index, seat in enumerate(seats))
+    return MeshPlan(coordinator, indexer, router, workers)
+
+
+def _seats(mesh: MeshSettings) -> list[_Seat]:
+    kinds: list[tuple[WorkerRole, str, WorkerSettings, int, int]] = [
+        ("context", "context", mesh.context, mesh.context_port, mesh.num_context),
+        ("generation", "generation", mesh.generation, mesh.generation_port, mesh.num_generation),
+        ("both", "aggregated", mesh.aggregated, mesh.aggregated_port, mesh.num_aggregated),
+    ]
+    return [
+        _Seat(role, f"{name}-{index}", template, first_port + index)
+        for role, name, template, first_port, count in kinds
+        for index in range(count)
+    ]
+
+
+def _worker(mesh: MeshSettings, seat: _Seat, index: int, told: dict[str, Any]) -> WorkerSettings:
+    template = _filled(_with_shared(mesh, seat.template), **told)
+    return template.model_copy(
+        update={
+            "role": seat.role,
+            "instance_id": seat.name,
+            "port": seat.port,
+            "kv_cache_config": _with_events(mesh, template.kv_cache_config, index),
+            "cache_transceiver_config": _filled(template.cache_transceiver_config, backend="DEFAULT"),
+            "events": _filled(template.events, topic_style="kv"),
+        }
+    )
+
+
+def _with_events(mesh: MeshSettings, cache: KvCacheConfig, index: int) -> KvCacheConfig:
+    """The cache of the ``index``-th worker of the host, publishing at ports that no other worker has."""
+    events = cache.kv_events_config
+    if events is None:
+        events = KVEventsConfig(
+            enable_kv_cache_events=True,
+            endpoint=f"tcp://127.0.0.1:{mesh.events_port}",
+            replay_endpoint=f"tcp://127.0.0.1:{mesh.replay_port}",
+        )
+    ports = {"endpoint": _shifted(events.endpoint, index), "replay_endpoint": _shifted(events.replay_endpoint, index)}
+    return cache.model_copy(update={"kv_events_config": events.model_copy(update=ports)})
+
+
+def _shifted(endpoint: str | None, index: int) -> str | None:
+    port = tcp_port(endpoint) if endpoint is not None else None
+    return endpoint if endpoint is None or port is None else with_tcp_port(endpoint, port + index)
+
+
+def _with_shared(mesh: MeshSettings, section: M) -> M:
+    known = type(section).model_fields
+    return _filled(section, **{name: getattr(mesh, name) for name in _SHARED if name in known})
+
+
+def _filled(section: M, **values: Any) -> M:
+    """The section with these values where it states none."""
+    return section.model_copy(update={key: v for key, v in values.items() if key not in section.model_fields_set})
+
+
+def _url(host: str, port: int) -> str:
+    """Where the other processes of this machine reach a service."""
+    return f"http://{'127.0.0.1' if host in _WILDCARD_HOSTS else host}:{port}"
