@@ -102,6 +102,37 @@ class _Layer(NamedTuple):
     window: int
 
 
+class _Buffers(NamedTuple):
+    """One step's scratch; every layer writes over the same memory."""
+
+    residual: Tensor
+    """``[T, hidden]``: the sum that runs through the layers."""
+    normed: Tensor
+    block: Tensor
+    """``[T, hidden]``: output of attention or of the feed-forward part, not yet added to the residual."""
+    qkv: Tensor
+    q: Tensor
+    """``[T, heads, head_dim]``, a view of ``qkv``; so are k and v."""
+    k: Tensor
+    v: Tensor
+    attended: Tensor
+    attended_heads: Tensor
+    gate_up: Tensor
+    activated: Tensor
+
+    def only(self, rows: Tensor) -> _Buffers:
+        """Buffers for what follows the last attention, holding the given rows."""
+        count = rows.shape[0]
+        return self._replace(
+            residual=self.residual.index_select(0, rows),
+            attended=self.attended.index_select(0, rows),
+            normed=self.normed[:count],
+            block=self.block[:count],
+            gate_up=self.gate_up[:count],
+            activated=self.activated[:count],
+        )
+
+
 class Llama:
     """A :class:`kvmesh.models.base.CausalLM`."""
 
@@ -124,14 +155,13 @@ class Llama:
             )
             for index in range(config.num_layers)
         )
-        self._dtype = self._embedding.dtype
         self._scale = config.head_dim**-0.5
         self._cos, self._sin = cos_sin_tables(config.rope, max_seq_len, self._embedding.device)
         self._scratch = Scratch(self._embedding.device)
 
     def cache_requirements(self) -> CacheRequirements:
         """One attention cache a layer, in the model's dtype."""
-        config, dtype = self.config, str(self._dtype).removeprefix("torch.")
+        config, dtype = self.config, str(self._embedding.dtype).removeprefix("torch.")
         return CacheRequirements(
             tuple(
                 LayerCacheSpec(
@@ -150,56 +180,65 @@ class Llama:
         """See :meth:`kvmesh.models.base.CausalLM.forward`."""
         if batch.adapter_ids is not None or batch.state_slots is not None:
             raise ValueError("Llama models have neither adapters nor recurrent state here.")
-        config, eps = self.config, self.config.rms_norm_eps
-        rows = batch.token_ids.shape[0]
-        hidden = config.hidden_size
-        residual = self._scratch.get("residual", rows, hidden, self._dtype)
-        normed = self._scratch.get("normed", rows, hidden, self._dtype)
-        block = self._scratch.get("block", rows, hidden, self._dtype)
-        gate_up = self._scratch.get("gate_up", rows, 2 * config.ffn_size, self._dtype)
-        activated = self._scratch.get("activated", rows, config.ffn_size, self._dtype)
-        self._embed(batch, residual)
+        eps, rows, wanted = self.config.rms_norm_eps, batch.token_ids.shape[0], batch.logits_rows.shape[0]
+        buffers = self._buffers(rows)
+        if batch.embeddings is None:
+            torch.index_select(self._embedding, 0, batch.token_ids, out=buffers.residual)
+        else:
+            buffers.residual.copy_(batch.embeddings)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             if index == 0:
-                ops.rms_norm(normed, residual, layer.attention_norm, eps)
+                ops.rms_norm(buffers.normed, buffers.residual, layer.attention_norm, eps)
             else:
-                ops.add_rms_norm(normed, residual, block, layer.attention_norm, eps)
-            attended = self._attend(normed, batch, layer, kv.layers[index], batch.groups[kv.group_of_layer[index]])
-            if index == last and batch.logits_rows.shape[0] < rows:
+                ops.add_rms_norm(buffers.normed, buffers.residual, buffers.block, layer.attention_norm, eps)
+            layer.qkv(buffers.normed, buffers.qkv)
+            self._attend(buffers, batch, layer.window, kv.layers[index], batch.groups[kv.group_of_layer[index]])
+            if index == last and wanted < rows:
                 # After the last attention no row sees another: go on with the wanted ones alone.
-                rows = batch.logits_rows.shape[0]
-                attended = attended.index_select(0, batch.logits_rows)
-                residual = residual.index_select(0, batch.logits_rows)
-                normed, block, gate_up, activated = normed[:rows], block[:rows], gate_up[:rows], activated[:rows]
-            layer.output(attended, block)
-            ops.add_rms_norm(normed, residual, block, layer.ffn_norm, eps)
-            ops.silu_and_mul(activated, layer.gate_up(normed, gate_up))
-            layer.down(activated, block)
-        ops.add_rms_norm(normed, residual, block, self._final_norm, eps)
-        return self._head(normed, self._scratch.get("logits", rows, config.vocab_size, self._dtype)).float()
+                buffers = buffers.only(batch.logits_rows)
+            layer.output(buffers.attended, buffers.block)
+            ops.add_rms_norm(buffers.normed, buffers.residual, buffers.block, layer.ffn_norm, eps)
+            layer.gate_up(buffers.normed, buffers.gate_up)
+            ops.silu_and_mul(buffers.activated, buffers.gate_up)
+            layer.down(buffers.activated, buffers.block)
+        ops.add_rms_norm(buffers.normed, buffers.residual, buffers.block, self._final_norm, eps)
+        logits = self._scratch.get("logits", wanted, self.config.vocab_size, self._embedding.dtype)
+        return self._head(buffers.normed, logits).float()
 
-    def _embed(self, batch: ForwardBatch, out: Tensor) -> None:
-        if batch.embeddings is None:
-            torch.index_select(self._embedding, 0, batch.token_ids, out=out)
-        else:
-            out.copy_(batch.embeddings)
-
-    def _attend(self, x: Tensor, batch: ForwardBatch, layer: _Layer, kv: ops.PagedKv, tables: GroupTables) -> Tensor:
-        config, rows = self.config, x.shape[0]
-        qkv = layer.qkv(x, self._scratch.get("qkv", rows, config.q_size + 2 * config.kv_size, self._dtype))
-        heads = qkv.view(rows, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        q, k, v = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], 1)
-        ops.rope_store_kv(q, k, v, self._cos, self._sin, batch.positions, kv, tables.slot_mapping)
-        out = self._scratch.get("attended", rows, config.q_size, self._dtype)
+    def _attend(
+        self, buffers: _Buffers, batch: ForwardBatch, window: int, kv: ops.PagedKv, tables: GroupTables
+    ) -> None:
+        ops.rope_store_kv(
+            buffers.q, buffers.k, buffers.v, self._cos, self._sin, batch.positions, kv, tables.slot_mapping
+        )
         ops.paged_attention(
-            out.view(rows, config.num_heads, config.head_dim),
-            q,
+            buffers.attended_heads,
+            buffers.q,
             kv,
             tables.block_table,
             batch.query_start,
             batch.context_lens,
             self._scale,
-            layer.window,
+            window,
         )
-        return out
+
+    def _buffers(self, rows: int) -> _Buffers:
+        config, dtype = self.config, self._embedding.dtype
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        qkv = self._scratch.get("qkv", rows, (heads + 2 * kv_heads) * head_dim, dtype)
+        q, k, v = torch.split(qkv.view(rows, heads + 2 * kv_heads, head_dim), [heads, kv_heads, kv_heads], 1)
+        attended = self._scratch.get("attended", rows, heads * head_dim, dtype)
+        return _Buffers(
+            residual=self._scratch.get("residual", rows, config.hidden_size, dtype),
+            normed=self._scratch.get("normed", rows, config.hidden_size, dtype),
+            block=self._scratch.get("block", rows, config.hidden_size, dtype),
+            qkv=qkv,
+            q=q,
+            k=k,
+            v=v,
+            attended=attended,
+            attended_heads=attended.view(rows, heads, head_dim),
+            gate_up=self._scratch.get("gate_up", rows, 2 * config.ffn_size, dtype),
+            activated=self._scratch.get("activated", rows, config.ffn_size, dtype),
+        )

@@ -1,0 +1,136 @@
+"""Llama against transformers: same logits for any shape, whatever the chunking and whoever shares the batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvmesh.models.base import ForwardBatch
+from kvmesh.models.registry import load_model
+from kvmesh.models.store import resolve_model
+
+TOLERANCE = 1e-4
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "grouped": {},
+    "one-kv-head": {"num_key_value_heads": 1, "num_hidden_layers": 1},
+    "multi-head": {"num_key_value_heads": 4, "num_hidden_layers": 3},
+    "nine-heads-over-three": {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3},
+    "head-dim-apart-from-hidden": {"head_dim": 32},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "rope-linear": {"rope_parameters": LINEAR},
+    "rope-llama3": {"rope_parameters": LLAMA3},
+    "mistral-window": {"sliding_window": 7},
+}
+
+
+@pytest.fixture(params=CONFIGS.values(), ids=CONFIGS.keys())
+def pair(request: pytest.FixtureRequest, tiny_llama: Any, tmp_path: Path) -> tuple[Any, Any]:
+    """The same weights in transformers and here."""
+    reference = tiny_llama(**request.param)
+    reference.save_pretrained(tmp_path)
+    return reference, load_model(resolve_model(str(tmp_path)))
+
+
+def reference_logits(model: Any, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([ids])).logits[0]
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return torch.randint(0, 160, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def test_whole_prompt(pair: Any, runner: Any) -> None:
+    reference, model = pair
+    ids = prompt(43, 1)
+    logits = runner(model).step({"a": ids}, rows=range(len(ids)))
+    torch.testing.assert_close(logits, reference_logits(reference, ids), atol=TOLERANCE, rtol=0)
+
+
+def test_chunks_and_decodes_share_steps(pair: Any, runner: Any) -> None:
+    """Three prompts of different lengths arrive one after the other, in chunks, while earlier ones decode."""
+    reference, model = pair
+    prompts = {name: prompt(length, length) for name, length in (("a", 29), ("b", 3), ("c", 40))}
+    arrival, chunk = {"a": 0, "b": 1, "c": 2}, 11
+    run, done = runner(model), dict.fromkeys(prompts, 0)
+    expected = {name: reference_logits(reference, ids) for name, ids in prompts.items()}
+    step = 0
+    while any(done[name] < len(ids) for name, ids in prompts.items()):
+        chunks = {}
+        for name, ids in prompts.items():
+            if step >= arrival[name] and done[name] < len(ids):
+                # The last six tokens come one by one, as a decode's would.
+                size = chunk if done[name] + chunk <= len(ids) - 6 else 1
+                chunks[name] = ids[done[name] : done[name] + size]
+                done[name] += size
+        logits = run.step(chunks)
+        for row, name in enumerate(chunks):
+            torch.testing.assert_close(logits[row], expected[name][done[name] - 1], atol=TOLERANCE, rtol=0)
+        step += 1
+
+
+def test_only_wanted_rows_are_computed(tiny_llama: Any, tmp_path: Path, runner: Any) -> None:
+    reference = tiny_llama()
+    reference.save_pretrained(tmp_path)
+    model = load_model(resolve_model(str(tmp_path)))
+    ids = prompt(20, 3)
+    expected = reference_logits(reference, ids)
+    run = runner(model)
+    assert run.step({"a": ids[:8]}, rows=[]).shape == (0, 160)
+    logits = run.step({"a": ids[8:]}, rows=[0, 11])
+    torch.testing.assert_close(logits, expected[[8, 19]], atol=TOLERANCE, rtol=0)
+    assert logits.dtype == torch.float32
+
+
+def test_embeddings_replace_the_lookup(tiny_llama: Any, tmp_path: Path, runner: Any, monkeypatch: Any) -> None:
+    reference = tiny_llama()
+    reference.save_pretrained(tmp_path)
+    model = load_model(resolve_model(str(tmp_path)))
+    ids = prompt(9, 4)
+    embeddings = reference.get_input_embeddings()(torch.tensor(ids)).detach()
+    forward = type(model).forward
+
+    def with_embeddings(self: Any, batch: ForwardBatch, kv: Any) -> torch.Tensor:
+        batch.embeddings = embeddings
+        batch.token_ids = torch.zeros_like(batch.token_ids)
+        return forward(self, batch, kv)
+
+    monkeypatch.setattr(type(model), "forward", with_embeddings)
+    logits = runner(model).step({"a": ids})
+    torch.testing.assert_close(logits[0], reference_logits(reference, ids)[-1], atol=TOLERANCE, rtol=0)
+
+
+def test_adapters_are_refused(tiny_llama: Any, tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    model = load_model(resolve_model(str(tmp_path)))
+    empty = torch.zeros(1, dtype=torch.int32)
+    batch = ForwardBatch(empty, empty, empty, empty, [], empty.long(), adapter_ids=empty)
+    with pytest.raises(ValueError, match="adapters"):
+        model.forward(batch, None)  # type: ignore[arg-type]
+
+
+def test_a_shorter_limit_makes_shorter_tables(tiny_llama: Any, tmp_path: Path, runner: Any) -> None:
+    reference = tiny_llama()
+    reference.save_pretrained(tmp_path)
+    source = resolve_model(str(tmp_path))
+    model = load_model(source, max_seq_len=16)
+    assert model.max_seq_len == 16
+    ids = prompt(16, 5)
+    logits = runner(model).step({"a": ids})
+    torch.testing.assert_close(logits[0], reference_logits(reference, ids)[-1], atol=TOLERANCE, rtol=0)
+    with pytest.raises(ValueError, match="exceeds the 128 tokens"):
+        load_model(source, max_seq_len=129)
