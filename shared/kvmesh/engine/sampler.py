@@ -1,8 +1,8 @@
 """The batch sampler: from logits ``[R, vocab]`` to one token per row.
 
-A draw is the inverse of the cumulative distribution in token-id order at ``philox.uniform(seed, position)``. Filters only
-remove tokens from that one canonical order, so a row's result is a function of (its logits, its parameters, its seed, its
-position) and of nothing else; no other row of the batch can change it.
+A draw is the inverse of the cumulative distribution in token-id order at ``philox.uniform(seed, position)``. Filters
+only remove tokens from that one canonical order, so a row's result is a function of (its logits, its parameters, its
+seed, its position) and of nothing else; no other row of the batch can change it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The scheduler: which sequence computes how many tokens in the next step.
 
-Decisions are made on plain data (ranks, counts, budgets); pages are asked for through :class:`Pages`, whose answer "no" is
-a scheduling result. Order of service in one step: decodes first (a running stream must not wait for somebody's prompt), then
-prompts already being computed, then new ones, first come first served within a priority, until the token budget is spent.
+Decisions are made on plain data (ranks, counts, budgets); pages are asked for through :class:`Pages`, whose answer "no"
+is a scheduling result. Order of service in one step: decodes first (a running stream must not wait for somebody's
+prompt), then prompts already being computed, then new ones, first come first served within a priority, until the token
+budget is spent.
 """
 
 from __future__ import annotations
@@ -269,7 +270,7 @@ class Scheduler:
     def _shares_unfinished_prefix(self, seq: Sequence) -> bool:
         """Whether a running sequence is computing a prefix that this one would otherwise compute again.
 
-        Waiting a few steps for it saves a whole prefill (``n`` choices of one prompt, a burst behind one system prompt).
+        Waiting a few steps for it saves a whole prefill (``n`` choices of one prompt, a burst behind one preamble).
         """
         size = self._pages.tokens_per_block
         mine = seq.history.all()

@@ -16,6 +16,7 @@ from kvmesh.protocol.version import PROTOCOL_VERSION
 __all__ = [
     "Abort",
     "DrainKvEvents",
+    "EngineFailed",
     "EngineReady",
     "EngineStats",
     "FinishReason",
@@ -114,6 +115,12 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     events_endpoint: str | None = None
     replay_endpoint: str | None = None
     protocol: int = PROTOCOL_VERSION
+
+
+class EngineFailed(msgspec.Struct, tag=True):
+    """The engine cannot start; the process ends after this. ``message`` is for a person."""
+
+    message: str
 
 
 class RequestTimings(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -215,4 +222,6 @@ class KvEventsDrained(msgspec.Struct, tag=True):
     events_json: bytes
 
 
-FromEngine = EngineReady | TokenBatch | RequestFailed | Pong | EngineStats | LedgerUpdate | KvEventsDrained
+FromEngine = (
+    EngineReady | EngineFailed | TokenBatch | RequestFailed | Pong | EngineStats | LedgerUpdate | KvEventsDrained
+)

@@ -1,0 +1,389 @@
+"""The front's handle on its engine process: starts it, talks to it, and knows at once when it is dead."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import anyio
+import anyio.abc
+import msgspec
+import zmq
+import zmq.asyncio
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from kvmesh.config import WorkerSettings
+from kvmesh.protocol.engine import (
+    Abort,
+    DrainKvEvents,
+    EngineFailed,
+    EngineReady,
+    EngineStats,
+    FromEngine,
+    Generate,
+    KvEventsDrained,
+    LedgerUpdate,
+    PeerDead,
+    Ping,
+    Pong,
+    RequestFailed,
+    Shutdown,
+    ToEngine,
+    TokenBatch,
+    TokenOutput,
+)
+from kvmesh.protocol.errors import ApiError, unavailable
+from kvmesh.protocol.transfer import LedgerEvent
+from kvmesh.telemetry import get_logger
+
+__all__ = ["EngineClient", "EngineDeadError", "EngineStartError", "TokenStream"]
+
+STARTUP_TIMEOUT_S = 300.0
+"""Bound of loading a model; a download happens before, in the front."""
+
+STOP_GRACE_S = 5.0
+"""Time for an engine to leave by itself before it is killed."""
+
+_log = get_logger("engine.client")
+
+
+class EngineDeadError(ApiError):
+    """The engine process is gone; its requests are lost, and a new engine may be on its way."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(503, message, type="service_unavailable_error", code="engine_dead", retry_after_s=5)
+
+
+class EngineStartError(RuntimeError):
+    """The engine process could not start; the message says why."""
+
+
+class TokenStream(AsyncIterator[TokenOutput]):
+    """Outputs of one sequence, the last with a finish reason. Leaving early (``aclose``, ``async with``) aborts it."""
+
+    def __init__(self, client: EngineClient, request_id: str, received: MemoryObjectReceiveStream[_Item]) -> None:
+        self._client = client
+        self._request_id = request_id
+        self._received = received
+        self._over = False
+
+    async def __anext__(self) -> TokenOutput:
+        """The next output.
+
+        Raises:
+            ApiError: the engine failed the request, or died (:class:`EngineDeadError`).
+            StopAsyncIteration: the sequence is finished.
+        """
+        if self._over:
+            raise StopAsyncIteration
+        try:
+            item = await self._received.receive()
+        except BaseException:
+            self._leave()
+            raise
+        if isinstance(item, ApiError):
+            self._end()
+            raise item
+        if item.finish_reason is not None:
+            self._end()
+        return item
+
+    async def aclose(self) -> None:
+        """Stop the sequence unless it is finished; idempotent."""
+        self._leave()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        if not self._over:
+            self._end()
+            self._client.abort(self._request_id)
+
+    def _end(self) -> None:
+        self._over = True
+        self._received.close()
+
+
+_Item = TokenOutput | ApiError
+
+
+class EngineClient:
+    """One engine process. Create it with :meth:`launch`; all methods belong to the event loop's thread.
+
+    Attributes:
+        epoch: of this life of the engine: later ones have larger numbers.
+        ready: facts about the engine, fixed once it serves.
+        stats: the latest statistics.
+    """
+
+    def __init__(self, socket: zmq.asyncio.Socket, process: anyio.abc.Process, epoch: int) -> None:
+        self.epoch = epoch
+        self._socket = socket
+        self._process = process
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self._streams: dict[str, MemoryObjectSendStream[_Item]] = {}
+        self._answers: dict[int, MemoryObjectSendStream[Pong | KvEventsDrained | EngineDeadError]] = {}
+        self._sequence = itertools.count(1)
+        self._ledger_callbacks: list[Callable[[list[LedgerEvent]], None]] = []
+        self._started = anyio.Event()
+        self._ended = anyio.Event()
+        self._died = anyio.Event()
+        self._leaving = False
+        self._dead_reason: str | None = None
+        self._failure: str | None = None
+        self._ready: EngineReady | None = None
+        self.stats = EngineStats()
+
+    @classmethod
+    @asynccontextmanager
+    async def launch(
+        cls, settings: WorkerSettings, *, startup_timeout_s: float = STARTUP_TIMEOUT_S
+    ) -> AsyncIterator[EngineClient]:
+        """Start an engine process and wait until it serves; it is stopped when the block is left.
+
+        Raises:
+            EngineStartError: the process ended, or was not ready in time.
+        """
+        context = zmq.asyncio.Context()
+        with tempfile.TemporaryDirectory(prefix="kvmesh-engine-") as directory:
+            endpoint = f"ipc://{Path(directory) / 'engine.sock'}"
+            socket = context.socket(zmq.PAIR)
+            socket.set_hwm(0)
+            socket.linger = 0
+            socket.bind(endpoint)
+            try:
+                epoch = time.time_ns() // 1_000_000
+                process = await anyio.open_process(
+                    [sys.executable, "-m", "kvmesh.engine.process", endpoint, str(epoch), str(os.getpid())],
+                    stdout=None,
+                    stderr=None,
+                )
+                client = cls(socket, process, epoch)
+                body_error: BaseException | None = None
+                try:
+                    async with anyio.create_task_group() as tasks:
+                        tasks.start_soon(client._receive)
+                        tasks.start_soon(client._watch)
+                        try:
+                            await client._start(settings, startup_timeout_s)
+                            yield client
+                        except BaseException as error:
+                            # Raised again outside the group, which would wrap it in an exception group.
+                            body_error = error
+                        with anyio.CancelScope(shield=True):
+                            await client.drain(0.0)
+                        tasks.cancel_scope.cancel()
+                finally:
+                    with anyio.CancelScope(shield=True):
+                        await client._reap()
+                if body_error is not None:
+                    raise body_error
+            finally:
+                socket.close()
+                context.term()
+
+    @property
+    def ready(self) -> EngineReady:
+        """Facts about the engine."""
+        assert self._ready is not None, "launch() yields only after the engine is ready"
+        return self._ready
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._dead_reason is None
+
+    @property
+    def num_streams(self) -> int:
+        """Sequences under way."""
+        return len(self._streams)
+
+    async def wait_dead(self) -> str:
+        """Wait until the process has ended without being asked to; returns why, in words."""
+        await self._died.wait()
+        return self._dead_reason or "the engine ended"
+
+    def generate(self, request: Generate) -> TokenStream:
+        """Start a sequence.
+
+        Raises:
+            EngineDeadError: the process is gone.
+            ApiError: 400, a sequence with this id is under way.
+        """
+        self._check_alive()
+        if request.request_id in self._streams:
+            raise ApiError(400, f"Request id {request.request_id!r} is already in use.", code="duplicate_request_id")
+        sender, receiver = anyio.create_memory_object_stream[_Item](math.inf)
+        self._streams[request.request_id] = sender
+        self._send(request)
+        return TokenStream(self, request.request_id, receiver)
+
+    def abort(self, request_id: str) -> None:
+        """Stop a sequence, or the transfer that a finished context request left behind. Unknown ids are ignored."""
+        if (stream := self._streams.pop(request_id, None)) is not None:
+            stream.close()
+        if self.alive:
+            self._send(Abort(request_id))
+
+    async def ping(self, timeout_s: float = 5.0) -> Pong:
+        """Ask the executor's loop whether it still turns.
+
+        Raises:
+            ApiError: 503, no answer in time, or the process is gone (:class:`EngineDeadError`).
+        """
+        answer = await self._ask(Ping, timeout_s)
+        assert isinstance(answer, Pong)
+        return answer
+
+    async def drain_kv_events(self, timeout_s: float = 5.0) -> bytes:
+        """The buffered KV events as a JSON array.
+
+        Raises:
+            ApiError: 503, no answer in time, or the process is gone (:class:`EngineDeadError`).
+        """
+        answer = await self._ask(DrainKvEvents, timeout_s)
+        assert isinstance(answer, KvEventsDrained)
+        return answer.events_json
+
+    def peer_dead(self, instance_id: str, epoch: int) -> None:
+        """Tell the engine that a member of the mesh is gone."""
+        if self.alive:
+            self._send(PeerDead(instance_id, epoch))
+
+    def on_ledger(self, callback: Callable[[list[LedgerEvent]], None]) -> None:
+        """Call ``callback`` with every batch of ledger entries; it must not block."""
+        self._ledger_callbacks.append(callback)
+
+    async def drain(self, drain_s: float) -> None:
+        """Let the engine finish what runs, refuse what is new, and leave; waits at most ``drain_s`` and a grace."""
+        self._leaving = True
+        if self.alive:
+            self._send(Shutdown(drain_s))
+        with anyio.move_on_after(drain_s + STOP_GRACE_S):
+            await self._ended.wait()
+
+    async def _ask(self, kind: type[Ping | DrainKvEvents], timeout_s: float) -> Pong | KvEventsDrained:
+        self._check_alive()
+        sequence = next(self._sequence)
+        sender, receiver = anyio.create_memory_object_stream[Pong | KvEventsDrained | EngineDeadError](1)
+        self._answers[sequence] = sender
+        self._send(kind(sequence))
+        try:
+            with anyio.fail_after(timeout_s):
+                answer = await receiver.receive()
+        except TimeoutError:
+            raise unavailable(f"The engine has not answered for {timeout_s:g} s.", code="engine_stalled") from None
+        finally:
+            self._answers.pop(sequence, None)
+            sender.close()
+            receiver.close()
+        if isinstance(answer, EngineDeadError):
+            raise answer
+        return answer
+
+    def _check_alive(self) -> None:
+        if self._dead_reason is not None:
+            raise EngineDeadError(self._dead_reason)
+
+    def _send(self, message: ToEngine) -> None:
+        # There is no high-water mark, so the message is queued at once; the future that comes back is already done.
+        self._socket.send(self._encoder.encode(message))
+
+    async def _start(self, settings: WorkerSettings, timeout_s: float) -> None:
+        stdin = self._process.stdin
+        assert stdin is not None
+        try:
+            await stdin.send(settings.model_dump_json().encode())
+            await stdin.aclose()
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+            pass  # It died before reading; the watcher says so.
+        with anyio.move_on_after(timeout_s):
+            await self._started.wait()
+        if self._failure is not None:
+            raise EngineStartError(self._failure)
+        if self._dead_reason is not None:
+            raise EngineStartError(self._dead_reason)
+        if self._ready is None:
+            raise EngineStartError(f"the engine was not ready within {timeout_s:g} s")
+
+    async def _watch(self) -> None:
+        code = await self._process.wait()
+        reason = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+        self._dead_reason = f"The engine process has ended ({reason})."
+        if self._streams:
+            _log.error("engine died", reason=reason, requests=len(self._streams))
+        for stream in self._streams.values():
+            stream.send_nowait(EngineDeadError(self._dead_reason))
+            stream.close()
+        self._streams.clear()
+        for answer in self._answers.values():
+            answer.send_nowait(EngineDeadError(self._dead_reason))
+        self._answers.clear()
+        self._started.set()
+        self._ended.set()
+        if not self._leaving:
+            self._died.set()
+
+    async def _receive(self) -> None:
+        while True:
+            self._take(self._decoder.decode(await self._socket.recv()))
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case TokenBatch():
+                for output in message.outputs:
+                    self._deliver(output.request_id, output, last=output.finish_reason is not None)
+            case RequestFailed():
+                self._deliver(message.request_id, _error_of(message), last=True)
+            case EngineStats():
+                self.stats = message
+            case LedgerUpdate():
+                for callback in self._ledger_callbacks:
+                    callback(message.events)
+            case Pong() | KvEventsDrained():
+                if (answer := self._answers.pop(message.sequence, None)) is not None:
+                    answer.send_nowait(message)
+            case EngineReady():
+                self._ready = message
+                self._started.set()
+            case EngineFailed():
+                self._failure = message.message
+                self._started.set()
+
+    def _deliver(self, request_id: str, item: _Item, *, last: bool) -> None:
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return  # Its reader has left.
+        if last:
+            del self._streams[request_id]
+        stream.send_nowait(item)
+        if last:
+            stream.close()
+
+    async def _reap(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
+        await self._process.aclose()
+
+
+def _error_of(message: RequestFailed) -> ApiError:
+    return ApiError(
+        message.status, message.message, type=message.error_type, code=message.code, retry_after_s=message.retry_after_s
+    )

@@ -1,0 +1,289 @@
+"""The executor: one iteration takes stock of transfers and deadlines, schedules, computes, and reports.
+
+It never waits; :mod:`kvmesh.engine.loop` does, for as long as :meth:`Executor.idle_wait_s` says.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple, Protocol
+
+import torch
+
+from kvmesh.engine.counters import EngineCounters
+from kvmesh.engine.intake import Intake
+from kvmesh.engine.outbox import Outbox
+from kvmesh.engine.pages import SequencePages
+from kvmesh.engine.sampler import Sampled, Sampler
+from kvmesh.engine.scheduler import Chunk, Scheduler, StepPlan
+from kvmesh.engine.sequence import Phase, Sequence
+from kvmesh.engine.transfers import TransferDesk
+from kvmesh.net.clock import Clock
+from kvmesh.net.faults import fault_point
+from kvmesh.protocol.engine import FinishReason, Generate
+from kvmesh.protocol.errors import ApiError, bad_request
+from kvmesh.protocol.sampling import TokenLogprob
+from kvmesh.telemetry import get_logger
+
+__all__ = ["Executor", "ModelRunner", "StepOutcome"]
+
+_log = get_logger("engine.executor")
+
+
+class ModelRunner(Protocol):
+    """Computes chunks; see :class:`kvmesh.engine.runner.BatchRunner`."""
+
+    def run(self, chunks: list[Chunk]) -> torch.Tensor:
+        """Logits ``[R, vocab]`` float32, one row for each chunk that is sampled, in order."""
+        ...
+
+
+class StepOutcome(NamedTuple):
+    """What an iteration did, which decides how long the loop may wait before the next."""
+
+    computed: bool
+    blocked: bool
+    """Sequences wait for pages that others (transfers) hold."""
+
+
+class Executor:
+    """All sequences of one engine. Single-threaded.
+
+    Args:
+        intake: admits requests.
+        scheduler: plans steps.
+        pages: the scheduler's pages.
+        runner: computes chunks.
+        sampler: chooses tokens.
+        outbox: where outputs go.
+        clock: for deadlines and time stamps.
+        desk: KV transfers, None when this engine moves none.
+    """
+
+    def __init__(
+        self,
+        *,
+        intake: Intake,
+        scheduler: Scheduler,
+        pages: SequencePages,
+        runner: ModelRunner,
+        sampler: Sampler,
+        outbox: Outbox,
+        clock: Clock,
+        desk: TransferDesk | None = None,
+    ) -> None:
+        self._intake = intake
+        self._scheduler = scheduler
+        self._pages = pages
+        self._runner = runner
+        self._sampler = sampler
+        self._outbox = outbox
+        self._clock = clock
+        self._desk = desk
+        self._live: dict[str, Sequence] = {}
+        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self.counters = EngineCounters()
+
+    @property
+    def num_live(self) -> int:
+        """Sequences that are not finished."""
+        return len(self._live)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for their first step or to be resumed."""
+        return len(self._scheduler.waiting)
+
+    @property
+    def num_receiving(self) -> int:
+        """Sequences whose prompt is being transferred."""
+        return 0 if self._desk is None else self._desk.num_receiving
+
+    def submit(self, request: Generate) -> None:
+        """Take a request; whatever is wrong with it is answered, to its own client only."""
+        try:
+            if request.request_id in self._live:
+                raise bad_request(f"Request id {request.request_id!r} is already running.", code="duplicate_request_id")
+            if self._desk is not None and request.kind != "aggregated" and self._desk.knows(request.transfer_id):
+                raise bad_request(
+                    f"Disaggregated request id {request.transfer_id} is already in use.", code="duplicate_transfer_id"
+                )
+            seq = self._intake.admit(request, self.num_waiting)
+        except ApiError as error:
+            self._outbox.fail(request.request_id, error)
+            return
+        self._live[seq.request_id] = seq
+        if seq.deadline_s is not None:
+            heapq.heappush(self._deadlines, (seq.deadline_s, seq.arrival, seq))
+        self._scheduler.enqueue(seq)
+
+    def abort(self, request_id: str) -> None:
+        """Stop a sequence, or the transfer that a finished context request left behind; unknown ids are ignored."""
+        if (seq := self._live.get(request_id)) is not None:
+            self._finish(seq, [], "cancelled")
+        elif self._desk is not None and (transfer_id := self._desk.outgoing_of(request_id)) is not None:
+            self._desk.cancel(transfer_id)
+
+    def abort_all(self, error: ApiError) -> None:
+        """Fail whatever is still running."""
+        for seq in list(self._live.values()):
+            self._fail(seq, error)
+
+    def peer_dead(self, instance_id: str, epoch: int) -> None:
+        """A member of the mesh is gone: its transfers fail now instead of at their deadline."""
+        if self._desk is not None:
+            self._desk.transceiver.on_peer_dead(instance_id, epoch)
+
+    def step(self) -> StepOutcome:
+        """One iteration."""
+        self.counters.iteration += 1
+        self._settle_transfers()
+        self._expire()
+        plan = self._scheduler.schedule()
+        self._note(plan)
+        for seq in plan.receiving:
+            self._start_receiving(seq)
+        if plan.chunks:
+            self._compute(plan.chunks)
+        self._outbox.flush()
+        return StepOutcome(bool(plan.chunks), plan.blocked)
+
+    def next_deadline_in_s(self) -> float | None:
+        """Seconds until the next request deadline, None when no live sequence has one."""
+        while self._deadlines and self._deadlines[0][2].phase is Phase.FINISHED:
+            heapq.heappop(self._deadlines)
+        return max(0.0, self._deadlines[0][0] - self._clock.monotonic_s()) if self._deadlines else None
+
+    def transfer_wait_s(self) -> float | None:
+        """How long an idle loop may wait while transfers are tracked, None when there is no such bound."""
+        return None if self._desk is None else self._desk.idle_wait_s()
+
+    @property
+    def has_unfinished_business(self) -> bool:
+        """Whether a sequence lives or a transfer is open."""
+        return bool(self._live) or (self._desk is not None and self._desk.is_tracking)
+
+    def _settle_transfers(self) -> None:
+        if self._desk is None:
+            return
+        self._desk.sweep()
+        for end in self._desk.poll():
+            if end.error is None:
+                self._received(end.seq)
+            else:
+                self._fail(end.seq, end.error)
+
+    def _expire(self) -> None:
+        now_s = self._clock.monotonic_s()
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _, _, seq = heapq.heappop(self._deadlines)
+            if seq.phase is not Phase.FINISHED:
+                self._fail(
+                    seq,
+                    ApiError(
+                        504,
+                        f"The request was not finished by its deadline (it was {seq.phase.value}).",
+                        type="timeout_error",
+                        code="deadline_exceeded",
+                    ),
+                )
+
+    def _note(self, plan: StepPlan) -> None:
+        self.counters.preemptions += len(plan.preempted)
+        for seq in plan.admitted:
+            if seq.num_cached is None:
+                seq.num_cached = min(seq.num_computed, seq.history.prompt_length)
+                seq.timings.scheduled_ns = self._clock.unix_ns()
+                self.counters.prompt_tokens += seq.history.prompt_length
+                self.counters.cached_tokens += seq.num_cached
+
+    def _start_receiving(self, seq: Sequence) -> None:
+        assert self._desk is not None
+        try:
+            self._desk.receive(seq, self._pages.first_missing_blocks(seq))
+        except ApiError as error:
+            self._fail(seq, error)
+
+    def _received(self, seq: Sequence) -> None:
+        """The prompt is here: go on from the tokens that the context server sampled."""
+        self._pages.receive(seq)
+        seq.handoff = None
+        seq.phase = Phase.RUNNING
+        seq.timings.first_token_ns = self._clock.unix_ns()
+        tokens = seq.history.output().tolist()
+        self._emit(seq, tokens, None)
+
+    def _compute(self, chunks: list[Chunk]) -> None:
+        fault_point("engine.step")
+        sampled_chunks = [chunk for chunk in chunks if chunk.sample]
+        try:
+            logits = self._runner.run(chunks)
+            sampled = self._sampler.sample(logits, [chunk.seq.state for chunk in sampled_chunks])
+        except Exception:
+            # The border of error isolation: whatever a batch raises ends that batch's requests and nothing else.
+            _log.exception("batch failed", requests=[chunk.seq.request_id for chunk in chunks])
+            for chunk in chunks:
+                self._fail(chunk.seq, _internal_error("The model failed on the batch that this request was part of."))
+            return
+        for chunk in chunks:
+            if not chunk.seq.is_decoding:
+                self.counters.prefilled_tokens += chunk.length
+            self._pages.advance(chunk.seq, chunk.length)
+        for chunk, choice in zip(sampled_chunks, sampled, strict=True):
+            self._take_token(chunk.seq, choice)
+
+    def _take_token(self, seq: Sequence, choice: Sampled) -> None:
+        if choice.token_id < 0:
+            self._fail(seq, _internal_error("The model gave no usable probabilities for this request."))
+            return
+        if not seq.timings.first_token_ns:
+            seq.timings.first_token_ns = self._clock.unix_ns()
+        seq.history.append(choice.token_id)
+        self.counters.generated_tokens += 1
+        self._emit(seq, [choice.token_id], None if choice.logprob is None else [choice.logprob])
+
+    def _emit(self, seq: Sequence, token_ids: list[int], logprobs: list[TokenLogprob] | None) -> None:
+        reason: FinishReason | None = None
+        if token_ids[-1] in seq.state.end_ids:
+            reason = "stop"
+        elif seq.history.output_length >= seq.params.max_tokens:
+            reason = "length"
+        elif seq.kind == "context":
+            reason = "not_finished"
+        if reason is None:
+            self._outbox.tokens(seq, token_ids, logprobs)
+        else:
+            self._finish(seq, token_ids, reason, logprobs)
+
+    def _finish(
+        self, seq: Sequence, token_ids: list[int], reason: FinishReason, logprobs: list[TokenLogprob] | None = None
+    ) -> None:
+        handoff = b""
+        if reason == "not_finished":
+            assert self._desk is not None
+            handoff = self._desk.send(seq)
+        seq.timings.finished_ns = self._clock.unix_ns()
+        self._outbox.tokens(seq, token_ids, logprobs, finish=reason, handoff=handoff)
+        self._retire(seq, trusted=True)
+
+    def _fail(self, seq: Sequence, error: ApiError) -> None:
+        self._outbox.fail(seq.request_id, error)
+        self._retire(seq, trusted=False)
+
+    def _retire(self, seq: Sequence, *, trusted: bool) -> None:
+        """Forget a sequence and give back what it holds; ``trusted`` pages stay reusable."""
+        if seq.phase is Phase.RECEIVING and self._desk is not None:
+            self._desk.cancel(seq.transfer_id)
+            trusted = False  # Its pages may be half written; the transfer's lease outlives the cache.
+        self._scheduler.remove(seq)
+        if seq.cache is not None:
+            if trusted:
+                self._pages.release(seq)
+            else:
+                self._pages.discard(seq)
+        seq.phase = Phase.FINISHED
+        del self._live[seq.request_id]
+
+
+def _internal_error(message: str) -> ApiError:
+    return ApiError(500, message, type="internal_error", code="model_error")

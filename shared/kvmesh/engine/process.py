@@ -1,0 +1,86 @@
+"""The engine process: ``python -m kvmesh.engine.process ENDPOINT EPOCH PARENT_PID``, settings as JSON on stdin.
+
+It builds an engine, says that it is ready, and runs the loop until told to leave. It never outlives its front: the
+kernel kills it when the front dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+from kvmesh.config import WorkerSettings
+from kvmesh.engine.build import Engine, EngineBuildError
+from kvmesh.engine.channel import FrontChannel
+from kvmesh.net.clock import SystemClock
+from kvmesh.net.faults import arm_from_environment
+from kvmesh.protocol.engine import EngineFailed
+from kvmesh.telemetry import configure_logging, get_logger
+
+__all__ = ["engine_main"]
+
+_PR_SET_PDEATHSIG = 1
+_log = get_logger("engine.process")
+
+
+def engine_main(settings: WorkerSettings, endpoint: str, epoch: int) -> int:
+    """Run an engine until its front tells it to leave.
+
+    Args:
+        settings: the worker's.
+        endpoint: ZMQ endpoint that the front has bound.
+        epoch: of this life of the engine.
+
+    Returns:
+        The exit status: 0 after a shutdown, 1 when the engine could not start.
+    """
+    channel = FrontChannel(endpoint)
+    try:
+        try:
+            engine = Engine.build(settings, channel.send, epoch=epoch, clock=SystemClock())
+        except EngineBuildError as error:
+            channel.send(EngineFailed(str(error)))
+            return 1
+        try:
+            channel.send(engine.ready)
+            engine.loop(channel).run()
+        finally:
+            engine.close()
+    finally:
+        channel.close()
+    return 0
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends, also when the parent is killed.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:  # It died between the fork and the call.
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _main() -> int:
+    endpoint, epoch, parent_pid = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    die_with_parent(parent_pid)
+    # Ctrl-C in a terminal, and service managers, signal the whole group; the front decides when its engine leaves.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    settings = WorkerSettings.model_validate_json(sys.stdin.buffer.read())
+    configure_logging("engine", settings.log_level, settings.log_format)
+    arm_from_environment()
+    return engine_main(settings, endpoint, epoch)
+
+
+if __name__ == "__main__":
+    status = _main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: threads of transfer libraries crash in the interpreter's teardown.
+    os._exit(status)

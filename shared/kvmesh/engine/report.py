@@ -1,0 +1,150 @@
+"""What the engine tells about itself between steps: KV events, ledger entries, statistics and integrity checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from kvmesh.cache.manager import CacheIntegrityError, KvCacheManager
+from kvmesh.engine.executor import Executor
+from kvmesh.engine.transfers import TransferDesk
+from kvmesh.events.factory import EventSource
+from kvmesh.net.clock import Clock
+from kvmesh.protocol.engine import EngineStats, FromEngine, LedgerUpdate
+from kvmesh.telemetry import get_logger
+
+__all__ = ["EngineReporter"]
+
+STATS_INTERVAL_S = 0.25
+"""At most four statistics messages a second."""
+
+INTEGRITY_INTERVAL_S = 1.0
+"""At most one integrity check a second, and only after something has happened since the last."""
+
+_log = get_logger("engine.report")
+
+
+class EngineReporter:
+    """Runs after every iteration, on the executor's thread.
+
+    Args:
+        send: delivers a message to the front; must not block.
+        executor: whose work is reported.
+        manager: the KV cache.
+        desk: KV transfers, or None.
+        events: KV events.
+        clock: paces the reports.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[FromEngine], None],
+        *,
+        executor: Executor,
+        manager: KvCacheManager,
+        desk: TransferDesk | None,
+        events: EventSource,
+        clock: Clock,
+    ) -> None:
+        self._send = send
+        self._executor = executor
+        self._manager = manager
+        self._desk = desk
+        self._events = events
+        self._clock = clock
+        self._sent: EngineStats | None = None
+        self._next_stats_s = 0.0
+        self._next_check_s = 0.0
+        self._dirty = False
+        """Whether anything happened since the last integrity check."""
+
+    def after_step(self, *, computed: bool) -> None:
+        """Report on the iteration that has just ended."""
+        self._dirty = self._dirty or computed
+        self._events.flush()
+        if self._desk is not None and (entries := self._desk.transceiver.drain_ledger()):
+            self._dirty = True
+            self._send(LedgerUpdate(entries))
+        now_s = self._clock.monotonic_s()
+        if self._dirty and self._is_idle and now_s >= self._next_check_s:
+            self._check_integrity(now_s)
+        if now_s >= self._next_stats_s:
+            self._send_stats(now_s)
+
+    def due_in_s(self) -> float | None:
+        """Seconds until there may be something to report without any new event, None when there is not."""
+        now_s = self._clock.monotonic_s()
+        times = []
+        if self._dirty and self._is_idle:
+            times.append(self._next_check_s)
+        if self._changed(self._statistics()):
+            times.append(self._next_stats_s)
+        return max(0.0, min(times) - now_s) if times else None
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._executor.num_live == 0
+
+    def _check_integrity(self, now_s: float) -> None:
+        counters = self._executor.counters
+        counters.integrity_checks += 1
+        self._dirty = False
+        self._next_check_s = now_s + INTEGRITY_INTERVAL_S
+        try:
+            self._manager.check_integrity()
+        except CacheIntegrityError as error:
+            counters.integrity_failures += 1
+            _log.error("cache integrity check failed", problem=str(error))
+
+    def _send_stats(self, now_s: float) -> None:
+        stats = self._statistics()
+        if self._changed(stats):
+            self._sent = stats
+            self._next_stats_s = now_s + STATS_INTERVAL_S
+            self._send(stats)
+
+    def _changed(self, stats: EngineStats) -> bool:
+        # The iteration counter alone is no news: idle wake-ups move it too.
+        return self._sent is None or msgspec.structs.replace(stats, iteration=self._sent.iteration) != self._sent
+
+    def _statistics(self) -> EngineStats:
+        executor, counters, cache = self._executor, self._executor.counters, self._manager.stats()
+        stats = EngineStats(
+            iteration=counters.iteration,
+            running=executor.num_live - executor.num_waiting - executor.num_receiving,
+            waiting=executor.num_waiting,
+            in_transfer=executor.num_receiving,
+            pages_total=cache.total,
+            pages_free=cache.free,
+            pages_evictable=cache.evictable,
+            pages_held=cache.held,
+            pages_locked=cache.locked,
+            prompt_tokens_total=counters.prompt_tokens,
+            cached_tokens_total=counters.cached_tokens,
+            prefilled_tokens_total=counters.prefilled_tokens,
+            generated_tokens_total=counters.generated_tokens,
+            preemptions_total=counters.preemptions,
+            evicted_pages_total=cache.evicted_total,
+            integrity_checks_total=counters.integrity_checks,
+            integrity_failures_total=counters.integrity_failures,
+        )
+        if self._desk is not None:
+            self._add_transfers(stats, self._desk)
+        sent = self._events.statistics()
+        stats.events_published_total = sent["events_published_total"]
+        stats.events_dropped_total = sent["events_dropped_total"]
+        return stats
+
+    @staticmethod
+    def _add_transfers(stats: EngineStats, desk: TransferDesk) -> None:
+        transfers = desk.transceiver.stats()
+        stats.in_transfer += transfers.send_sessions
+        stats.pages_quarantined = transfers.quarantined_pages
+        stats.transfers_started_total = transfers.started_total
+        stats.transfers_completed_total = transfers.completed_total
+        stats.transfers_failed_total = transfers.failed_total
+        stats.transfers_timed_out_total = transfers.timed_out_total
+        stats.transfer_bytes_total = transfers.bytes_moved_total
+        stats.transfer_pages_total = transfers.pages_moved_total
+        stats.transfer_pages_reused_total = transfers.pages_reused_total

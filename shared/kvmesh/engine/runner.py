@@ -1,0 +1,105 @@
+"""The model runner: packs scheduled chunks into one batch and runs the model on it.
+
+All host buffers are allocated once and filled in place; a step costs a handful of small array writes for each sequence.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvmesh.engine.scheduler import Chunk
+from kvmesh.models.base import CausalLM, ForwardBatch, GroupTables, KvPools
+
+__all__ = ["BatchRunner"]
+
+
+class BatchRunner:
+    """Runs one step's chunks.
+
+    Args:
+        model: the loaded model.
+        pools: its view of the KV pages.
+        num_groups: layer groups of the page layout.
+        tokens_per_block: tokens in one page.
+        max_batch_size: most sequences in one step.
+        max_num_tokens: most tokens in one step.
+        max_seq_len: longest sequence, in tokens.
+        device: where the model runs.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        pools: KvPools,
+        *,
+        num_groups: int,
+        tokens_per_block: int,
+        max_batch_size: int,
+        max_num_tokens: int,
+        max_seq_len: int,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._pools = pools
+        self._tokens_per_block = tokens_per_block
+        self._device = device
+        blocks = -(-max_seq_len // tokens_per_block)
+        self._token_ids = np.zeros(max_num_tokens, dtype=np.int32)
+        self._positions = np.zeros(max_num_tokens, dtype=np.int32)
+        self._rows = np.zeros(max_num_tokens, dtype=np.int64)
+        self._query_start = np.zeros(max_batch_size + 1, dtype=np.int32)
+        self._context_lens = np.zeros(max_batch_size, dtype=np.int32)
+        self._logits_rows = np.zeros(max_batch_size, dtype=np.int64)
+        self._tables = [np.zeros((max_batch_size, blocks), dtype=np.int32) for _ in range(num_groups)]
+        self._slots = [np.zeros(max_num_tokens, dtype=np.int64) for _ in range(num_groups)]
+        self._all_positions = np.arange(max_seq_len, dtype=np.int32)
+
+    def run(self, chunks: list[Chunk]) -> torch.Tensor:
+        """Compute ``chunks``: their K and V go to their pages.
+
+        Returns:
+            float32 ``[R, vocab]`` logits of the chunks that are sampled, in order; valid until the next call.
+        """
+        tokens, wanted = self._pack(chunks)
+        size = self._tokens_per_block
+        rows, positions = self._rows[:tokens], self._positions[:tokens]
+        blocks, offsets = positions // size, positions % size
+        groups = []
+        for group, (table, slots) in enumerate(zip(self._tables, self._slots, strict=True)):
+            for row, chunk in enumerate(chunks):
+                assert chunk.seq.cache is not None
+                chunk.seq.cache.block_table_into(group, table[row])
+            np.multiply(table[rows, blocks], size, out=slots[:tokens], casting="unsafe")
+            slots[:tokens] += offsets
+            groups.append(GroupTables(self._tensor(table[: len(chunks)]), self._tensor(slots[:tokens])))
+        batch = ForwardBatch(
+            token_ids=self._tensor(self._token_ids[:tokens]),
+            positions=self._tensor(positions),
+            query_start=self._tensor(self._query_start[: len(chunks) + 1]),
+            context_lens=self._tensor(self._context_lens[: len(chunks)]),
+            groups=groups,
+            logits_rows=self._tensor(self._logits_rows[:wanted]),
+        )
+        return self._model.forward(batch, self._pools)
+
+    def _pack(self, chunks: list[Chunk]) -> tuple[int, int]:
+        """Fill the host buffers; returns the numbers of tokens and of wanted logits rows."""
+        offset = wanted = 0
+        for row, (seq, start, length, sample) in enumerate(chunks):
+            stop = start + length
+            end = offset + length
+            self._token_ids[offset:end] = seq.history.slice(start, stop)
+            self._positions[offset:end] = self._all_positions[start:stop]
+            self._rows[offset:end] = row
+            self._query_start[row + 1] = end
+            self._context_lens[row] = stop
+            if sample:
+                self._logits_rows[wanted] = end - 1
+                wanted += 1
+            offset = end
+        return offset, wanted
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self._device.type == "cpu" else tensor.to(self._device)
