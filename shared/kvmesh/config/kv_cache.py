@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -121,19 +121,19 @@ class KvCacheConfig(StrictModel):
     validate_dtype = field_validator("dtype")(rules.normalise_dtype)
     validate_pool_ratio = field_validator("pool_ratio")(rules.check_pool_ratio)
 
-    # After-validators run in the order of this list: deprecated names are carried over before anything is judged.
-
-    @model_validator(mode="after")
-    def migrate_legacy_offload_min_priority(self) -> Self:
+    @model_validator(mode="before")
+    @classmethod
+    def migrate_legacy_offload_min_priority(cls, data: Any) -> Any:
         """Copy the deprecated offload priority into its new field."""
-        rules.migrate_offload_priority(self)
-        return self
+        return rules.migrate_offload_priority(data) if isinstance(data, dict) else data
 
-    @model_validator(mode="after")
-    def migrate_legacy_mamba_interval(self) -> Self:
+    @model_validator(mode="before")
+    @classmethod
+    def migrate_legacy_mamba_interval(cls, data: Any) -> Any:
         """Copy the deprecated Mamba interval into its nested replacement."""
-        rules.migrate_mamba_interval(self)
-        return self
+        return rules.migrate_mamba_interval(data) if isinstance(data, dict) else data
+
+    # Pydantic runs after-validators again when a finished object becomes part of another: they change nothing twice.
 
     @model_validator(mode="after")
     def migrate_mamba_branch_snapshot(self) -> Self:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvmesh.config.errors import warn_config
+from kvmesh.config.mamba_state import MambaStateConfig
 from kvmesh.config.mixed_precision import MIXED_DTYPE_PREFIX, RETAINED_DTYPES
 
 if TYPE_CHECKING:
@@ -67,31 +68,37 @@ def check_pool_ratio(ratios: list[float] | None) -> list[float] | None:
     return ratios
 
 
-def migrate_offload_priority(config: KvCacheConfig) -> None:
-    """Carry ``secondary_offload_min_priority`` over; both names at once are a contradiction."""
-    # Read past the field's descriptor, whose deprecation warning is for the author of the configuration.
-    legacy: int | None = config.__dict__["secondary_offload_min_priority"]
+def migrate_offload_priority(data: dict[str, Any]) -> dict[str, Any]:
+    """Carry ``secondary_offload_min_priority`` over in unvalidated data; both names at once are a contradiction."""
+    legacy = data.get("secondary_offload_min_priority")
     if legacy is None:
-        return
-    if config.cold_tier_offload_min_priority is not None:
+        return data
+    if data.get("cold_tier_offload_min_priority") is not None:
         raise ValueError(
             "Cannot set both cold_tier_offload_min_priority and its deprecated alias secondary_offload_min_priority"
         )
     warn_config("secondary_offload_min_priority is deprecated; use cold_tier_offload_min_priority")
-    config.cold_tier_offload_min_priority = legacy
+    return data | {"cold_tier_offload_min_priority": legacy}
 
 
-def migrate_mamba_interval(config: KvCacheConfig) -> None:
-    """Carry ``mamba_state_cache_interval`` over; both names at once are a contradiction."""
-    if config.mamba_state_cache_interval is None:
-        return
-    if "periodic_snapshot_interval" in config.mamba_state_config.model_fields_set:
+def migrate_mamba_interval(data: dict[str, Any]) -> dict[str, Any]:
+    """Carry ``mamba_state_cache_interval`` over in unvalidated data; both names at once are a contradiction."""
+    legacy = data.get("mamba_state_cache_interval")
+    if legacy is None:
+        return data
+    state = data.get("mamba_state_config", {})
+    stated = state.model_fields_set if isinstance(state, MambaStateConfig) else state
+    if not isinstance(stated, (dict, set)):
+        return data  # not a configuration at all: the field's own validation says so
+    if "periodic_snapshot_interval" in stated:
         raise ValueError(
             "Cannot set both mamba_state_config.periodic_snapshot_interval and its deprecated alias "
             "mamba_state_cache_interval"
         )
     warn_config("mamba_state_cache_interval is deprecated; use mamba_state_config.periodic_snapshot_interval")
-    _set_snapshot_interval(config, config.mamba_state_cache_interval)
+    if isinstance(state, MambaStateConfig):
+        state = {name: getattr(state, name) for name in state.model_fields_set}
+    return data | {"mamba_state_config": state | {"periodic_snapshot_interval": legacy}}
 
 
 def migrate_branch_snapshot(config: KvCacheConfig) -> None:
@@ -100,6 +107,8 @@ def migrate_branch_snapshot(config: KvCacheConfig) -> None:
     Without block reuse the old flag never had an effect, so it is dropped then instead of being refused.
     """
     if not (config.mamba_state_config.enable_branch_snapshot and config.enable_block_reuse):
+        return
+    if config.block_reuse_config.enable_branch_snapshot:
         return
     warn_config(
         "mamba_state_config.enable_branch_snapshot is deprecated; use block_reuse_config.enable_branch_snapshot"
@@ -116,7 +125,8 @@ def drop_periodic_snapshots(config: KvCacheConfig) -> None:
             "block_reuse_config.policy per_conversation keeps no periodic snapshots: "
             "mamba_state_config.periodic_snapshot_interval becomes 0"
         )
-        _set_snapshot_interval(config, 0)
+        # Replaced, not mutated: the nested object may be the caller's own.
+        config.mamba_state_config = config.mamba_state_config.model_copy(update={"periodic_snapshot_interval": 0})
 
 
 def contradictions(config: KvCacheConfig) -> list[str]:
@@ -149,8 +159,3 @@ def contradictions(config: KvCacheConfig) -> list[str]:
             "and policy all_reusable"
         )
     return problems
-
-
-def _set_snapshot_interval(config: KvCacheConfig, interval: int) -> None:
-    """Replace, not mutate: the nested object may be the caller's own."""
-    config.mamba_state_config = config.mamba_state_config.model_copy(update={"periodic_snapshot_interval": interval})

@@ -1,0 +1,89 @@
+"""From one mesh settings object to the settings of each process (decisions 1, 6, 7)."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from kvmesh.config import (
+    CacheTransceiverConfig,
+    CoordinatorSettings,
+    KvCacheConfig,
+    KVEventsConfig,
+    MeshSettings,
+    RouterSettings,
+    WorkerSettings,
+)
+from kvmesh.config.mesh_plan import MeshPlan, plan_mesh
+
+
+def plan(mesh: MeshSettings) -> MeshPlan:
+    return plan_mesh(mesh, cluster_secret="s3cret", cpu_count=8)
+
+
+def test_workers_get_roles_names_ports_and_threads() -> None:
+    workers = plan(MeshSettings(num_context=2, num_generation=1, num_aggregated=1)).workers
+    assert [(w.role, w.instance_id, w.port) for w in workers] == [
+        ("context", "context-0", 8101),
+        ("context", "context-1", 8102),
+        ("generation", "generation-0", 8201),
+        ("both", "aggregated-0", 8501),
+    ]
+    assert {w.num_threads for w in workers} == {2}
+    assert {w.cluster_secret for w in workers} == {"s3cret"}
+
+
+def test_every_worker_publishes_at_its_own_local_ports() -> None:
+    """decisions 7."""
+    events = [w.kv_cache_config.kv_events_config for w in plan(MeshSettings(num_context=2)).workers]
+    assert [(e.endpoint, e.replay_endpoint, e.publisher) for e in events if e] == [
+        ("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5657", "zmq"),
+        ("tcp://127.0.0.1:5558", "tcp://127.0.0.1:5658", "zmq"),
+        ("tcp://127.0.0.1:5559", "tcp://127.0.0.1:5659", "zmq"),
+    ]
+
+
+def test_stated_events_keep_everything_but_the_port() -> None:
+    events = KVEventsConfig(enable_kv_cache_events=True, endpoint="tcp://*:6000", topic="t")
+    template = WorkerSettings(kv_cache_config=KvCacheConfig(kv_events_config=events))
+    first, second = plan(MeshSettings(context=template, generation=template)).workers
+    assert first.kv_cache_config.kv_events_config == events
+    assert second.kv_cache_config.kv_events_config == events.model_copy(update={"endpoint": "tcp://*:6001"})
+
+
+def test_transfers_and_topics_are_on_unless_stated() -> None:
+    """decisions 1 and 6."""
+    stated = WorkerSettings(cache_transceiver_config=CacheTransceiverConfig(backend="NIXL"))
+    context, generation = plan(MeshSettings(context=stated)).workers
+    assert (context.cache_transceiver_config.backend, generation.cache_transceiver_config.backend) == (
+        "NIXL",
+        "DEFAULT",
+    )
+    assert generation.events.topic_style == "kv"
+
+
+def test_processes_find_each_other() -> None:
+    mesh = MeshSettings(coordinator=CoordinatorSettings(host="0.0.0.0", port=9400))
+    planned = plan(mesh)
+    assert planned.router.coordinator_url == planned.indexer.coordinator_url == "http://127.0.0.1:9400"
+    assert {w.coordinator_url for w in planned.workers} == {"http://127.0.0.1:9400"}
+    assert planned.router.indexer_url == "http://127.0.0.1:8300"
+    assert planned.router.indexer_match_endpoint == planned.indexer.match_endpoint
+
+
+def test_a_section_beats_the_mesh() -> None:
+    mesh = MeshSettings(
+        model="m", lease_s=2, log_format="json", api_keys_file="/k", router=RouterSettings(model="r", log_level="debug")
+    )
+    planned = plan(mesh)
+    assert (planned.router.model, planned.router.log_level, planned.router.log_format) == ("r", "debug", "json")
+    assert (planned.workers[0].model, planned.workers[0].lease_s, planned.coordinator.lease_s) == ("m", 2, 2)
+    assert planned.router.api_keys_file == "/k"
+    assert planned.workers[0].api_keys_file is None, "clients never speak to workers"
+
+
+@pytest.mark.parametrize(("context", "generation"), [(0, 1), (1, 0), (0, 0)])
+def test_a_mesh_needs_both_halves_or_a_whole(context: int, generation: int) -> None:
+    with pytest.raises(ValidationError, match="num_aggregated"):
+        MeshSettings(num_context=context, num_generation=generation)
+    MeshSettings(num_context=context, num_generation=generation, num_aggregated=1)
