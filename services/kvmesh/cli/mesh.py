@@ -1,0 +1,210 @@
+"""One run of a mesh in the foreground: children, readiness, first answer, warnings, end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import anyio
+import yaml
+from rich.console import Console
+from rich.markup import escape
+
+from kvmesh.cli.console import Progress, print_ready, say_line
+from kvmesh.cli.logs import LogFollower
+from kvmesh.cli.parent import SUPERVISOR_PID_VARIABLE
+from kvmesh.cli.plan import ChildPlan, MeshPlan
+from kvmesh.cli.readiness import ask_first_question, wait_until_ready
+from kvmesh.cli.rundir import MeshState, ProcessState, RunDir, start_ticks
+from kvmesh.cli.supervisor import Child, ChildEvent, Supervisor
+from kvmesh.config import MeshSettings, RouterSettings
+from kvmesh.config.sources import ENV_PREFIX
+
+__all__ = ["SECRET_VARIABLE", "run_mesh"]
+
+LOG_POLL_S = 0.5
+"""How late a child's warning is shown; each poll asks for a handful of file sizes."""
+
+SECRET_VARIABLE = "KVMESH_CLUSTER_SECRET"  # noqa: S105 - the name, not the secret
+
+_PASSED_ON = frozenset({"KVMESH_FAULTS", "KVMESH_MODEL_DIR"})
+"""Other ``KVMESH_`` variables configure the mesh as a whole: it has read them, its children must not."""
+
+
+async def run_mesh(
+    settings: MeshSettings, plan: MeshPlan, secret: str, run_dir: RunDir, console: Console, progress: Progress
+) -> None:
+    """Start everything, answer a first question, stay until SIGINT or SIGTERM, stop everything.
+
+    Args:
+        settings: of the mesh.
+        plan: its processes.
+        secret: the cluster secret; reaches the children through their environment only.
+        run_dir: claimed by the caller.
+        console: where people look.
+        progress: the steps until it is ready.
+
+    Raises:
+        StartFailedError: a child does not come up (in a group).
+        TimeoutError: the mesh is not ready in time (in a group).
+        ApiError: the first question was refused (in a group).
+    """
+    # A short path of its own: a socket's path is limited to 107 bytes, and nothing may be left behind.
+    with tempfile.TemporaryDirectory(prefix="kvmesh-", ignore_cleanup_errors=True) as temp_dir:
+        children = [_prepare(child, run_dir, secret) for child in plan.children]
+        mesh = Mesh(settings, plan, children, _environment(secret, temp_dir), temp_dir, run_dir, console, progress)
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async with anyio.create_task_group() as tasks:
+
+                async def end() -> None:
+                    async for _ in signals:
+                        tasks.cancel_scope.cancel()
+
+                tasks.start_soon(end)
+                await mesh.serve()
+
+
+class Mesh:
+    """A running mesh; see :func:`run_mesh`."""
+
+    def __init__(
+        self,
+        settings: MeshSettings,
+        plan: MeshPlan,
+        children: Sequence[Child],
+        env: Mapping[str, str],
+        temp_dir: str,
+        run_dir: RunDir,
+        console: Console,
+        progress: Progress,
+    ) -> None:
+        self._settings = settings
+        self._plan = plan
+        self._run_dir = run_dir
+        self._console = console
+        self._progress = progress
+        self._supervisor = Supervisor(
+            children,
+            env=env,
+            on_event=self._on_event,
+            backoff_s=settings.restart_backoff_s,
+            backoff_max_s=settings.restart_backoff_max_s,
+            drain_s=settings.drain_s,
+        )
+        self._state = MeshState(
+            phase="starting",
+            supervisor=ProcessState(name="supervisor", pid=os.getpid(), start_ticks=start_ticks(os.getpid())),
+            url=plan.url,
+            coordinator_url=plan.coordinator_url,
+            indexer_url=plan.indexer_url,
+            model=settings.model,
+            temp_dir=temp_dir,
+        )
+
+    async def serve(self) -> None:
+        """Start, come up, stay until cancelled, stop."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._follow_logs)
+                self._step(f"starting {len(self._plan.children)} services")
+                self._supervisor.start(tasks)
+                await self._come_up()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._stop()
+
+    async def _come_up(self) -> None:
+        headers = self._api_key_headers()
+        timeout_s = self._settings.ready_timeout_s
+        with anyio.move_on_after(timeout_s) as scope:
+            waiting = "waiting for " + ", ".join(self._plan.worker_names)
+            self._step(waiting)
+            await wait_until_ready(
+                self._plan.url, self._plan.coordinator_url, self._plan.worker_names, self._progress.up
+            )
+            self._step("asking a first question")
+            self._state.model, self._state.first_answer = await ask_first_question(self._plan.url, headers)
+        if scope.cancelled_caught:
+            raise TimeoutError(f"not ready within {timeout_s:g} s ({self._state.message}); see {self._run_dir.logs}")
+        self._supervisor.mark_ready()
+        self._state.phase, self._state.message = "ready", ""
+        self._write_state()
+        self._progress.end()
+        print_ready(self._console, self._state, self._run_dir, detached=False)
+
+    async def _stop(self) -> None:
+        self._state.phase = "stopping"
+        self._write_state()
+        self._console.print("stopping", style="dim")
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as again:
+            async with anyio.create_task_group() as tasks:
+
+                async def hurry() -> None:
+                    async for _ in again:
+                        self._supervisor.kill()
+
+                tasks.start_soon(hurry)
+                await self._supervisor.stop()
+                tasks.cancel_scope.cancel()
+
+    async def _follow_logs(self) -> None:
+        follower = LogFollower([(child.name, self._run_dir.log_of(child.name)) for child in self._plan.children])
+        while True:
+            await anyio.sleep(LOG_POLL_S)
+            for line in follower.poll():
+                say_line(self._console, line)
+
+    def _on_event(self, event: ChildEvent) -> None:
+        if event.kind == "died":
+            self._console.print(
+                f"[red]{escape(event.name)} died[/] ({event.cause}); starting it again in {event.restart_in_s:g} s",
+                highlight=False,
+            )
+        self._write_state()
+
+    def _step(self, text: str) -> None:
+        self._state.message = text
+        self._write_state()
+        self._progress.step(text)
+
+    def _write_state(self) -> None:
+        self._state.children = self._supervisor.processes()
+        self._run_dir.write(self._state)
+
+    def _api_key_headers(self) -> dict[str, str] | None:
+        router = next(child.settings for child in self._plan.children if isinstance(child.settings, RouterSettings))
+        keys = list(router.api_keys)
+        if router.api_keys_file:
+            lines = Path(router.api_keys_file).expanduser().read_text().splitlines()
+            keys += [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        return {"Authorization": f"Bearer {keys[0]}"} if keys else None
+
+
+def _prepare(plan: ChildPlan, run_dir: RunDir, secret: str) -> Child:
+    """Write the child's settings and begin its log anew."""
+    settings = plan.settings.model_dump(mode="json", exclude_unset=True)
+    if settings.get("cluster_secret") == secret:
+        del settings["cluster_secret"]
+    config = run_dir.configs / f"{plan.name}.yaml"
+    # Private: sections may hold API keys.
+    descriptor = os.open(config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        yaml.safe_dump(settings, file, sort_keys=False)
+    log = run_dir.log_of(plan.name)
+    log.unlink(missing_ok=True)
+    argv = [sys.executable, "-m", "kvmesh.cli.main", plan.command, "--config", str(config)]
+    return Child(plan.name, argv, log, plan.stop_rank)
+
+
+def _environment(secret: str, temp_dir: str) -> dict[str, str]:
+    env = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX) or key in _PASSED_ON}
+    return {
+        **env,
+        SECRET_VARIABLE: secret,
+        SUPERVISOR_PID_VARIABLE: str(os.getpid()),
+        "TMPDIR": temp_dir,
+    }

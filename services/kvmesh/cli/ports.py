@@ -1,0 +1,78 @@
+"""Ports for the processes of a mesh on one machine."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Callable
+
+__all__ = ["PortPicker", "is_free"]
+
+LOWEST = 20_000
+HIGHEST = 32_000
+"""Below the range that the kernel takes outgoing ports from: a port picked here is still free after a restart."""
+
+ATTEMPTS = 200
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether ``port`` can be bound now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+class PortPicker:
+    """Hands out each port once.
+
+    Args:
+        free: whether (host, port) can be bound.
+        seed: of the random choice; None for a different one each time.
+    """
+
+    def __init__(self, free: Callable[[str, int], bool] = is_free, seed: int | None = None) -> None:
+        self._free = free
+        self._random = random.Random(seed)
+        self._taken: set[int] = set()
+
+    def pick(self, host: str, preferred: int = 0) -> int:
+        """``preferred`` if it is free, else a random one that is.
+
+        Raises:
+            RuntimeError: none was found.
+        """
+        if preferred and self._take(host, preferred):
+            return preferred
+        for _ in range(ATTEMPTS):
+            port = self._random.randrange(LOWEST, HIGHEST)
+            if self._take(host, port):
+                return port
+        raise RuntimeError(f"no free port between {LOWEST} and {HIGHEST} on {host}")
+
+    def pick_run(self, host: str, count: int, preferred: int) -> int:
+        """The first of ``count`` consecutive free ports, from ``preferred`` on if those are free.
+
+        Raises:
+            RuntimeError: none was found.
+        """
+        for first in (preferred, *(self._random.randrange(LOWEST, HIGHEST - count) for _ in range(ATTEMPTS))):
+            run = range(first, first + count)
+            if first and all(port not in self._taken and self._free(host, port) for port in run):
+                self._taken.update(run)
+                return first
+        raise RuntimeError(f"no {count} consecutive free ports between {LOWEST} and {HIGHEST} on {host}")
+
+    def claim(self, host: str, port: int) -> bool:
+        """Take exactly this port; False when it is not free."""
+        return self._take(host, port)
+
+    def _take(self, host: str, port: int) -> bool:
+        if port in self._taken or not self._free(host, port):
+            return False
+        self._taken.add(port)
+        return True

@@ -1,0 +1,102 @@
+"""When is a mesh up: every worker is a member, and the router can serve. Then it answers its first question."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import anyio
+import msgspec
+
+from kvmesh.cli.openai_stream import StreamTimes, stream
+from kvmesh.cli.rundir import FirstAnswer
+from kvmesh.net.client import HttpClient, PeerUnreachableError
+from kvmesh.protocol.errors import ApiError
+from kvmesh.protocol.members import MemberList
+
+__all__ = ["ask_first_question", "wait_until_ready"]
+
+POLL_S = 0.1
+FIRST_QUESTION = "What is the capital of France?"
+FIRST_ANSWER_TOKENS = 32
+FIRST_ANSWER_TIMEOUT_S = 60.0
+
+
+class _Models(msgspec.Struct):
+    data: list[dict[str, Any]]
+
+
+async def wait_until_ready(
+    url: str, coordinator_url: str, workers: Iterable[str], on_up: Callable[[str], None]
+) -> None:
+    """Return when every worker has registered and the router's ``/ready`` says yes; the caller bounds the wait.
+
+    Args:
+        url: of the router.
+        coordinator_url: of the coordinator.
+        workers: their instance ids.
+        on_up: told each name as it comes up.
+    """
+    missing = dict.fromkeys(["coordinator", *workers])
+    async with HttpClient(timeout_s=2.0) as http:
+        while missing:
+            try:
+                members = await http.call("GET", f"{coordinator_url}/members", MemberList)
+            except (PeerUnreachableError, ApiError):
+                await anyio.sleep(POLL_S)
+                continue
+            for name in ["coordinator", *(member.instance_id for member in members.members)]:
+                if name in missing:
+                    del missing[name]
+                    on_up(name)
+            await anyio.sleep(POLL_S)
+        while not await _answers(http, f"{url}/ready"):  # noqa: ASYNC110 - another process has no event to wait for
+            await anyio.sleep(POLL_S)
+        on_up("router")
+
+
+async def ask_first_question(url: str, headers: dict[str, str] | None = None) -> tuple[str, FirstAnswer]:
+    """Have the whole path answer once.
+
+    Returns:
+        The name under which the model is served, and the answer.
+
+    Raises:
+        PeerUnreachableError: the router broke off.
+        ApiError: it refused, or the answer was cut off.
+    """
+    async with HttpClient(timeout_s=10.0, headers=headers) as http:
+        models = await http.call("GET", f"{url}/v1/models", _Models)
+        model = str(models.data[0]["id"]) if models.data else ""
+        times = StreamTimes()
+        body = {
+            "model": model,
+            "messages": [{"role": "user", "content": FIRST_QUESTION}],
+            "max_tokens": FIRST_ANSWER_TOKENS,
+            "temperature": 0,
+        }
+        text = "".join(
+            [
+                piece
+                async for piece in stream(
+                    http, f"{url}/v1/chat/completions", body, times, timeout_s=FIRST_ANSWER_TIMEOUT_S
+                )
+            ]
+        )
+    if not times.complete:
+        raise ApiError(502, times.error or "the answer was cut off", type="server_error")
+    return model, FirstAnswer(
+        question=FIRST_QUESTION,
+        answer=text.strip(),
+        ttft_ms=round(times.ttft_s * 1e3, 1),
+        tpot_ms=round(times.tpot_s * 1e3, 1),
+        tokens=times.completion_tokens,
+    )
+
+
+async def _answers(http: HttpClient, url: str) -> bool:
+    try:
+        async with http.open("GET", url):
+            return True
+    except (PeerUnreachableError, ApiError):
+        return False

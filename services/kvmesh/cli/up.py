@@ -1,0 +1,177 @@
+"""``kvmesh up``: a whole mesh on this machine, from one command to the first answer."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import anyio
+from rich.console import Console
+from rich.markup import escape
+
+from kvmesh.cli.console import Progress, print_ready
+from kvmesh.cli.errors import UserError
+from kvmesh.cli.flags import parse_assignments
+from kvmesh.cli.logs import tail
+from kvmesh.cli.mesh import SECRET_VARIABLE, run_mesh
+from kvmesh.cli.plan import Machine, MeshPlan, plan_mesh
+from kvmesh.cli.ports import PortPicker
+from kvmesh.cli.rundir import RunDir, RunDirBusyError, is_running
+from kvmesh.cli.supervisor import StartFailedError
+from kvmesh.config import ConfigError, MeshSettings, load_settings
+from kvmesh.config.sources import merged
+from kvmesh.models.errors import ModelError
+from kvmesh.models.progress import download_bar
+from kvmesh.models.store import resolve_model
+from kvmesh.net.client import PeerUnreachableError
+from kvmesh.protocol.errors import ApiError
+
+__all__ = ["add_arguments", "run"]
+
+FAILED = 1
+DETACH_POLL_S = 0.1
+
+
+def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:  # noqa: ARG001 - one command
+    """The common choices as flags, every other setting through ``--set``."""
+    parser.add_argument("--model", help="built-in name, GGUF file or Hugging Face directory")
+    parser.add_argument("--context", type=int, metavar="N", help="context (prefill) servers (default: 1)")
+    parser.add_argument("--generation", type=int, metavar="N", help="generation (decode) servers (default: 1)")
+    parser.add_argument("--aggregated", type=int, metavar="N", help="servers that do both by themselves (default: 0)")
+    parser.add_argument("--port", type=int, help="port of the router (default: 8000; 0: any free one)")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with the mesh's settings")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any setting, such as context.kv_cache_config.max_tokens=4096; may be repeated",
+    )
+    parser.add_argument("--detach", action="store_true", help="return once the mesh is up; 'kvmesh down' stops it")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start the mesh; in the foreground, stay until Ctrl-C."""
+    console = Console(stderr=False)
+    run_dir = RunDir.from_environment()
+    mesh = _settings(args)
+    _refuse_second(run_dir)
+    try:
+        with download_bar(f"fetching {mesh.model}", console) as progress:
+            resolve_model(mesh.model, progress=progress)
+    except ModelError as error:
+        raise UserError(str(error)) from error
+    if args.detach:
+        return _detach(args, console, run_dir, mesh)
+    secret = os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32)
+    plan = plan_mesh(mesh, _machine(), PortPicker(), secret)
+    try:
+        with run_dir.claimed():
+            return _foreground(console, run_dir, mesh, plan, secret)
+    except RunDirBusyError:
+        _refuse_second(run_dir)
+        raise UserError(f"another mesh is starting in {run_dir.path}") from None
+
+
+def _settings(args: argparse.Namespace) -> MeshSettings:
+    flags: dict[str, Any] = {
+        "model": args.model,
+        "num_context": args.context,
+        "num_generation": args.generation,
+        "num_aggregated": args.aggregated,
+    }
+    # Whoever asks for whole servers only does not want the default pair beside them.
+    if args.aggregated and args.context is None and args.generation is None:
+        flags |= {"num_context": 0, "num_generation": 0}
+    overrides = {key: value for key, value in flags.items() if value is not None}
+    if args.port is not None:
+        overrides["router"] = {"port": args.port}
+    try:
+        return load_settings(MeshSettings, args.config, overrides=merged(parse_assignments(args.set), overrides))
+    except ConfigError as error:
+        raise UserError(str(error)) from error
+
+
+def _machine() -> Machine:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available_kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return Machine(cores=len(os.sched_getaffinity(0)), free_memory_bytes=available_kib << 10)
+
+
+def _refuse_second(run_dir: RunDir) -> None:
+    state = run_dir.read()
+    if state is not None and is_running(state.supervisor):
+        raise UserError(
+            f"a mesh runs already at {state.url}; 'kvmesh down' stops it, and KVMESH_RUN_DIR=DIR makes room for another"
+        )
+
+
+def _foreground(console: Console, run_dir: RunDir, settings: MeshSettings, plan: MeshPlan, secret: str) -> int:
+    errors: list[Exception] = []
+    with Progress(console) as progress:
+        try:
+            anyio.run(run_mesh, settings, plan, secret, run_dir, console, progress)
+        except* (StartFailedError, TimeoutError, ApiError, PeerUnreachableError) as group:
+            errors = _leaves(group)
+    for error in errors:
+        if isinstance(error, StartFailedError):
+            _explain(console, error)
+        else:
+            console.print(f"[red]the mesh did not come up:[/] {escape(str(error))}", soft_wrap=True)
+    return FAILED if errors else 0
+
+
+def _leaves(group: ExceptionGroup[Exception]) -> list[Exception]:
+    found: list[Exception] = []
+    for error in group.exceptions:
+        found += _leaves(error) if isinstance(error, ExceptionGroup) else [error]
+    return found
+
+
+def _explain(console: Console, error: StartFailedError) -> None:
+    console.print(f"[red]{escape(str(error))}[/]; the end of {escape(str(error.log))}:", soft_wrap=True)
+    console.print(escape(tail(error.log)), style="dim", highlight=False, soft_wrap=True)
+
+
+def _detach(args: argparse.Namespace, console: Console, run_dir: RunDir, mesh: MeshSettings) -> int:
+    """Start a foreground mesh in a session of its own and wait until it is ready."""
+    run_dir.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+    log_path = run_dir.log_of("supervisor")
+    flags = [value for value in args.raw if value != "--detach"]
+    with log_path.open("wb") as log:
+        child = subprocess.Popen(  # noqa: S603 - this very program
+            [sys.executable, "-m", "kvmesh.cli.main", *flags],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    deadline_s = time.monotonic() + mesh.ready_timeout_s
+    with Progress(console) as progress:
+        shown = ""
+        while child.poll() is None and time.monotonic() < deadline_s:
+            state = run_dir.read()
+            if state is not None and state.supervisor.pid == child.pid:
+                if state.phase == "ready":
+                    break
+                if state.message != shown:
+                    shown = state.message
+                    progress.step(shown)
+            time.sleep(DETACH_POLL_S)
+    state = run_dir.read()
+    if child.poll() is not None or state is None or state.phase != "ready":
+        if child.poll() is None:
+            child.send_signal(signal.SIGTERM)
+            child.wait()
+        console.print(f"[red]the mesh did not come up[/]; the end of {escape(str(log_path))}:", soft_wrap=True)
+        console.print(escape(tail(log_path)), style="dim", highlight=False, soft_wrap=True)
+        return FAILED
+    print_ready(console, state, run_dir, detached=True)
+    return 0
