@@ -79,9 +79,7 @@ def build_cpu(*, force: bool = False) -> list[Path]:
         raise BuildError(msg)
     salt = _tree_digest(compiler)
     library_units = list(_library_units(salt))
-    extension_units = [
-        _unit(source, (f"-I{include}",), "ext", salt) for source in sorted((CSRC / "ext").glob("*.cpp"))
-    ]
+    extension_units = [_unit(source, (f"-I{include}",), "ext", salt) for source in sorted((CSRC / "ext").glob("*.cpp"))]
     with _build_lock():
         if force:
             shutil.rmtree(BUILD / "objects", ignore_errors=True)

@@ -38,10 +38,10 @@ KVMESH_API int kvmesh_cpu_num_threads() { return thread_count(); }
 KVMESH_API void kvmesh_cpu_set_num_threads(int count) { set_thread_count(count); }
 
 KVMESH_API int kvmesh_cpu_rms_norm(void* out, int64_t out_stride, const void* x, int64_t x_stride, const void* weight,
-                                   int64_t tokens, int64_t width, float eps, int32_t dtype) {
+                                   int64_t tokens, int64_t groups, int64_t width, float eps, int32_t dtype) {
   if (!is_compute_dtype(dtype)) return KVMESH_BAD_DTYPE;
-  NormArgs args{out, nullptr, x, weight, out_stride, 0, x_stride, width, eps};
-  for_token_ranges(tokens, width * dtype_bytes(dtype),
+  NormArgs args{out, nullptr, x, weight, out_stride, 0, x_stride, groups, width, eps};
+  for_token_ranges(tokens, args.groups * width * dtype_bytes(dtype),
                    [&](int64_t begin, int64_t end) { level().rms_norm(args, dtype, begin, end); });
   return KVMESH_OK;
 }
@@ -50,8 +50,8 @@ KVMESH_API int kvmesh_cpu_add_rms_norm(void* out, int64_t out_stride, void* resi
                                        const void* x, int64_t x_stride, const void* weight, int64_t tokens,
                                        int64_t width, float eps, int32_t dtype) {
   if (!is_compute_dtype(dtype)) return KVMESH_BAD_DTYPE;
-  NormArgs args{out, residual, x, weight, out_stride, residual_stride, x_stride, width, eps};
-  for_token_ranges(tokens, width * dtype_bytes(dtype),
+  NormArgs args{out, residual, x, weight, out_stride, residual_stride, x_stride, 1, width, eps};
+  for_token_ranges(tokens, args.groups * width * dtype_bytes(dtype),
                    [&](int64_t begin, int64_t end) { level().rms_norm(args, dtype, begin, end); });
   return KVMESH_OK;
 }

@@ -8,40 +8,38 @@
 KVM_BEGIN
 namespace {
 
+// Normalises one row; with a residual, x is added to it first and the sum is what gets normalised.
+template <class T>
+void rms_norm_row(T* out, T* residual, const T* x, const T* weight, int64_t width, float eps) {
+  int64_t whole = width / kLanes * kLanes;
+  VFloat squares{};
+  float tail = 0.0f;
+  if (residual != nullptr) {
+    for (int64_t i = 0; i < whole; i += kLanes)
+      Lanes<T>::store(residual + i, Lanes<T>::load(residual + i) + Lanes<T>::load(x + i));
+    for (int64_t i = whole; i < width; ++i) residual[i] = from_float<T>(to_float(residual[i]) + to_float(x[i]));
+    x = residual;
+  }
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    VFloat v = Lanes<T>::load(x + i);
+    squares += v * v;
+  }
+  for (int64_t i = whole; i < width; ++i) tail += to_float(x[i]) * to_float(x[i]);
+  float inverse = 1.0f / sqrtf((sum(squares) + tail) / float(width) + eps);
+  for (int64_t i = 0; i < whole; i += kLanes)
+    Lanes<T>::store(out + i, Lanes<T>::load(x + i) * inverse * Lanes<T>::load(weight + i));
+  for (int64_t i = whole; i < width; ++i) out[i] = from_float<T>(to_float(x[i]) * inverse * to_float(weight[i]));
+}
+
 template <class T>
 void rms_norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
-  const T* weight = static_cast<const T*>(a.weight);
-  int64_t whole = a.width / kLanes * kLanes;
   for (int64_t t = begin; t < end; ++t) {
-    const T* x = static_cast<const T*>(a.x) + t * a.x_stride;
-    T* out = static_cast<T*>(a.out) + t * a.out_stride;
-    const T* source = x;
-    VFloat squares{};
-    float tail = 0.0f;
-    if (a.residual != nullptr) {
-      T* residual = static_cast<T*>(a.residual) + t * a.residual_stride;
-      for (int64_t i = 0; i < whole; i += kLanes) {
-        Lanes<T>::store(residual + i, Lanes<T>::load(residual + i) + Lanes<T>::load(x + i));
-        VFloat v = Lanes<T>::load(residual + i);
-        squares += v * v;
-      }
-      for (int64_t i = whole; i < a.width; ++i) {
-        residual[i] = from_float<T>(to_float(residual[i]) + to_float(x[i]));
-        tail += to_float(residual[i]) * to_float(residual[i]);
-      }
-      source = residual;
-    } else {
-      for (int64_t i = 0; i < whole; i += kLanes) {
-        VFloat v = Lanes<T>::load(x + i);
-        squares += v * v;
-      }
-      for (int64_t i = whole; i < a.width; ++i) tail += to_float(x[i]) * to_float(x[i]);
+    for (int64_t g = 0; g < a.groups; ++g) {
+      T* residual = a.residual == nullptr ? nullptr : static_cast<T*>(a.residual) + t * a.residual_stride + g * a.width;
+      rms_norm_row(static_cast<T*>(a.out) + t * a.out_stride + g * a.width, residual,
+                   static_cast<const T*>(a.x) + t * a.x_stride + g * a.width, static_cast<const T*>(a.weight), a.width,
+                   a.eps);
     }
-    float inverse = 1.0f / sqrtf((sum(squares) + tail) / float(a.width) + a.eps);
-    for (int64_t i = 0; i < whole; i += kLanes)
-      Lanes<T>::store(out + i, Lanes<T>::load(source + i) * inverse * Lanes<T>::load(weight + i));
-    for (int64_t i = whole; i < a.width; ++i)
-      out[i] = from_float<T>(to_float(source[i]) * inverse * to_float(weight[i]));
   }
 }
 

@@ -13,7 +13,7 @@ struct NormArgs {
   void* residual;  // null: no residual addition
   const void* x;
   const void* weight;
-  int64_t out_stride, residual_stride, x_stride, width;
+  int64_t out_stride, residual_stride, x_stride, groups, width;  // groups: rows of one token (heads)
   float eps;
 };
 
