@@ -7,7 +7,10 @@ from torch import Tensor
 
 from kvmesh.kernels import ops
 
-__all__ = ["Linear"]
+__all__ = ["QUANTIZED_MAX_ROWS", "Linear"]
+
+QUANTIZED_MAX_ROWS = 16
+"""Rows up to which the blocks are at least as fast, measured with AVX2 and AVX-512 on matrices of 576 to 3072 rows."""
 
 
 class Linear:
@@ -37,7 +40,7 @@ class Linear:
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         """Compute into ``out [T, out]`` from ``x [T, in]`` and return it."""
-        if self._quantized is not None and x.shape[0] <= ops.QUANTIZED_LINEAR_MAX_ROWS:
+        if self._quantized is not None and x.shape[0] <= QUANTIZED_MAX_ROWS:
             ops.quantized_linear(out, x, self._quantized)
             if self._bias is not None:
                 out.add_(self._bias)
