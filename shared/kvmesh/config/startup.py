@@ -9,7 +9,7 @@ from kvmesh.config.event_ports import event_port_problems
 from kvmesh.config.kv_cache import KvCacheConfig
 from kvmesh.config.mesh import MeshSettings
 from kvmesh.config.service import ServiceSettings
-from kvmesh.config.support import NO_EFFECT, unsupported_fields
+from kvmesh.config.support import FULL_ATTENTION_ONLY, NO_EFFECT, unsupported_fields
 from kvmesh.config.worker import WorkerSettings
 
 __all__ = ["refuse_impossible", "refuse_unsupported", "settings_without_effect"]
@@ -104,7 +104,7 @@ def _worker_blockers(settings: WorkerSettings, max_seq_len: int | None) -> Itera
     limit = max_seq_len if max_seq_len is not None else settings.max_seq_len
     windows = cache.max_attention_window
     if windows is not None and (limit is None or min(windows) < limit):
-        yield f"kv_cache_config.max_attention_window={windows!r} (this version has full attention only)"
+        yield f"kv_cache_config.max_attention_window={windows!r} (this version has {FULL_ATTENTION_ONLY})"
     yield from unsupported_fields(transfer, "cache_transceiver_config.")
     if transfer.transceiver_runtime == "auto" and transfer.kv_transfer_timeout_ms is None:
         yield (

@@ -16,7 +16,16 @@ from kvmesh.config.pool_rebalance import KvPoolRebalanceConfig
 from kvmesh.config.router import RouterSettings
 from kvmesh.config.worker import WorkerSettings
 
-__all__ = ["ALIASES", "DEFAULT_ONLY", "NO_EFFECT", "PARTIAL", "Partial", "unsupported_fields"]
+__all__ = [
+    "ALIASES",
+    "DEFAULT_ONLY",
+    "FULL_ATTENTION_ONLY",
+    "NO_EFFECT",
+    "PARTIAL",
+    "Partial",
+    "state_of",
+    "unsupported_fields",
+]
 
 
 class Partial(NamedTuple):
@@ -81,6 +90,9 @@ PARTIAL: Mapping[type[BaseModel], Mapping[str, Partial]] = {
 }
 """Built for some values; any other is refused at start. ``max_attention_window`` has a rule of its own."""
 
+FULL_ATTENTION_ONLY = "full attention: unset, or windows of at least the sequence length"
+"""What is built of ``max_attention_window``; whether a window is that long depends on the server."""
+
 _WALKED = (BlockReuseConfig, MambaStateConfig, KvPoolRebalanceConfig, KVEventsConfig)
 
 
@@ -97,3 +109,19 @@ def unsupported_fields(config: BaseModel, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}={value!r}"
         elif name in partial and not partial[name].accepts(value):
             yield f"{prefix}{name}={value!r} (this version has {partial[name].values})"
+
+
+def state_of(kind: type[BaseModel], name: str) -> str:
+    """What this version does with a field, for people."""
+    if name in ALIASES.get(kind, {}):
+        return f"deprecated alias of `{ALIASES[kind][name]}`"
+    if name in NO_EFFECT.get(kind, ()):
+        return "accepted without effect"
+    if name in DEFAULT_ONLY.get(kind, ()):
+        return "not supported yet: default only"
+    if isinstance(kind.model_fields[name].get_default(call_default_factory=True), BaseModel):
+        return "see its table"
+    if kind is KvCacheConfig and name == "max_attention_window":
+        return f"implemented for {FULL_ATTENTION_ONLY}"
+    partial = PARTIAL.get(kind, {}).get(name)
+    return f"implemented for {partial.values}" if partial else "implemented"
