@@ -1,0 +1,21 @@
+"""What can go wrong in the cache. Running out of pages is not here: it is a result (``False``), never an exception."""
+
+from __future__ import annotations
+
+__all__ = ["CacheBusyError", "CacheError", "CacheIntegrityError", "CacheStateError"]
+
+
+class CacheError(Exception):
+    """Base of every error of the cache."""
+
+
+class CacheStateError(CacheError):
+    """A call that the object's state does not allow (commit after stop, release twice); the caller has a bug."""
+
+
+class CacheBusyError(CacheError):
+    """The whole cache cannot be cleared or closed because sequences or leases are still open."""
+
+
+class CacheIntegrityError(CacheError):
+    """The bookkeeping contradicts itself: a count would go negative, or a check of all pages failed."""

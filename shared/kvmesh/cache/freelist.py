@@ -1,0 +1,62 @@
+"""A stack of free numbers (pages, slots, tree nodes) as one int32 array."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvmesh.cache.errors import CacheIntegrityError
+
+__all__ = ["FreeList"]
+
+
+class FreeList:
+    """Numbers ``0 .. capacity - 1`` that are not in use; a fresh list gives them in ascending order."""
+
+    def __init__(self, capacity: int) -> None:
+        self._stack: NDArray[np.int32] = np.arange(capacity - 1, -1, -1, dtype=np.int32)
+        self._count = capacity
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def capacity(self) -> int:
+        """How many numbers there are in all."""
+        return len(self._stack)
+
+    @property
+    def free(self) -> NDArray[np.int32]:
+        """The free numbers, in no useful order (a view; read it at once)."""
+        return self._stack[: self._count]
+
+    def take(self, count: int) -> NDArray[np.int32]:
+        """Remove and return ``count`` numbers, the most recently freed first.
+
+        Raises:
+            CacheIntegrityError: fewer are free.
+        """
+        if count > self._count:
+            raise CacheIntegrityError(f"{count} numbers wanted, {self._count} free")
+        end = self._count
+        self._count = end - count
+        return self._stack[self._count : end][::-1].copy()
+
+    def put(self, numbers: NDArray[np.int32]) -> None:
+        """Give ``numbers`` back; the next :meth:`take` returns them in this order.
+
+        Raises:
+            CacheIntegrityError: more come back than were taken.
+        """
+        end = self._count + len(numbers)
+        if end > len(self._stack):
+            raise CacheIntegrityError(f"{end} numbers free of {len(self._stack)}: one came back twice")
+        self._stack[self._count : end] = numbers[::-1]
+        self._count = end
+
+    def grow(self, capacity: int) -> None:
+        """Add the numbers from the present capacity up to ``capacity - 1``; they are given out last."""
+        added = np.arange(capacity - 1, len(self._stack) - 1, -1, dtype=np.int32)
+        used = self._stack[self._count :]
+        self._stack = np.concatenate((added, self._stack[: self._count], used))
+        self._count += len(added)
