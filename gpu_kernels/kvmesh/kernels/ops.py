@@ -11,6 +11,7 @@ A wrong dtype or stride raises; page numbers and slots are trusted, as a check o
 from __future__ import annotations
 
 import ctypes
+import os
 from functools import lru_cache
 from typing import Any
 
@@ -42,6 +43,7 @@ __all__ = [
     "rms_norm",
     "rope_store_kv",
     "scatter_pages",
+    "set_cpu_level",
     "set_num_threads",
     "silu_and_mul",
     "store_kv",
@@ -67,6 +69,7 @@ _checksum_pages = _cpu.kernel("checksum_pages")
 _philox = _cpu.kernel("philox")
 _set_num_threads = _cpu.function("set_num_threads", None, ctypes.c_int)
 _num_threads = _cpu.function("num_threads", ctypes.c_int)
+_set_cpu_level = _cpu.function("set_level", ctypes.c_int, ctypes.c_char_p)
 _cpu_level = _cpu.function("level", ctypes.c_char_p)
 
 
@@ -449,12 +452,20 @@ def get_num_threads() -> int:
 
 
 def cpu_level() -> str:
-    """Return the instruction-set level in use: `avx512`, `avx2` or `baseline`.
-
-    The environment variable KVMESH_CPU_LEVEL picks a lower one than the CPU has; it is read once, at first use.
-    """
+    """Return the instruction-set level in use: `avx512`, `avx2` or `baseline`."""
     name: str = _cpu_level().decode()
     return name
+
+
+def set_cpu_level(name: str) -> None:
+    """Use another instruction-set level than the best one. Not while an operation runs.
+
+    The environment variable KVMESH_CPU_LEVEL does the same when this module is imported.
+
+    Raises:
+        KernelError: This CPU lacks the level, or there is none of that name.
+    """
+    _require(_set_cpu_level(name.encode()) == 0, "set_cpu_level", f"this CPU has no level {name!r}")
 
 
 def _require(condition: bool, operation: str, problem: str) -> None:
@@ -504,3 +515,7 @@ def _call_cuda(name: str, tensor: Tensor, arguments: tuple[Any, ...]) -> None:
     with torch.cuda.device(tensor.device):
         stream = torch.cuda.current_stream().cuda_stream
         check(_cuda_kernel(name)(*arguments, stream), name)
+
+
+if _wanted_level := os.environ.get("KVMESH_CPU_LEVEL"):
+    set_cpu_level(_wanted_level)

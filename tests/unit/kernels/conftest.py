@@ -39,11 +39,24 @@ class PagedCase:
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
+    """Use two threads, one of them the pool's, and torch one."""
     torch.set_num_threads(1)
     before = ops.get_num_threads()
     ops.set_num_threads(2)
     yield
     ops.set_num_threads(before)
+
+
+@pytest.fixture(params=["baseline", "avx2", "avx512"])
+def cpu_level(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run a test at each instruction-set level that this CPU has."""
+    before = ops.cpu_level()
+    try:
+        ops.set_cpu_level(request.param)
+    except ops.KernelError as error:
+        pytest.skip(str(error))
+    yield request.param
+    ops.set_cpu_level(before)
 
 
 @pytest.fixture

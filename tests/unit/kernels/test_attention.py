@@ -9,6 +9,8 @@ import torch
 
 from kvmesh.kernels import ops
 
+pytestmark = pytest.mark.usefixtures("cpu_level")
+
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 

@@ -34,6 +34,7 @@ using namespace kvmesh;
 
 KVMESH_API int kvmesh_cpu_abi_version() { return KVMESH_ABI_VERSION; }
 KVMESH_API const char* kvmesh_cpu_level() { return level().name; }
+KVMESH_API int kvmesh_cpu_set_level(const char* name) { return choose_level(name) ? KVMESH_OK : KVMESH_BAD_SHAPE; }
 KVMESH_API int kvmesh_cpu_num_threads() { return thread_count(); }
 KVMESH_API void kvmesh_cpu_set_num_threads(int count) { set_thread_count(count); }
 

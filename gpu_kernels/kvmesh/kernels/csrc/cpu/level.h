@@ -91,7 +91,11 @@ struct LevelTable {
   void (*linear_q8_0)(const LinearArgs&, int64_t panel_begin, int64_t panel_end);
 };
 
-// The best level of this CPU, or the one KVMESH_CPU_LEVEL names (baseline, avx2, avx512) where the CPU has it.
+// The level in use: the best one of this CPU, unless choose_level took another.
 const LevelTable& level();
+
+// Takes the named level (baseline, avx2, avx512). False, changing nothing, where the CPU lacks it. Not while an
+// operation runs.
+bool choose_level(const char* name);
 
 }  // namespace kvmesh

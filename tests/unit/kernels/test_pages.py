@@ -1,0 +1,72 @@
+"""Page movement and checksums."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvmesh.kernels import ops
+
+
+def pool(pages, stride, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, pages * stride, dtype=np.uint8)
+
+
+@given(data=st.data(), page_bytes=st.integers(1, 5000), padding=st.integers(0, 100), pages=st.integers(1, 20))
+@settings(max_examples=60, deadline=None)
+def test_gather_then_scatter_is_the_identity(data, page_bytes, padding, pages):
+    ids = np.array(data.draw(st.lists(st.integers(0, pages - 1), unique=True)), dtype=np.int32)
+    stride = page_bytes + padding
+    source, target = pool(pages, stride), pool(pages, stride, seed=1)
+    untouched = target.copy()
+    run = np.zeros(max(1, len(ids)) * page_bytes, dtype=np.uint8)
+    ops.gather_pages(run.ctypes.data, source.ctypes.data, ids, page_bytes, stride)
+    ops.scatter_pages(target.ctypes.data, run.ctypes.data, ids, page_bytes, stride)
+    for page in range(pages):
+        origin = source if page in ids else untouched
+        place = slice(page * stride, page * stride + page_bytes)
+        rest = slice(page * stride + page_bytes, (page + 1) * stride)
+        assert np.array_equal(target[place], origin[place])
+        assert np.array_equal(target[rest], untouched[rest])
+
+
+@pytest.mark.parametrize("page_bytes", [64, 300_001, 1 << 20])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_large_moves_in_parallel(page_bytes, threads):
+    ops.set_num_threads(threads)
+    ids = np.random.default_rng(2).permutation(9)[:7].astype(np.int32)
+    source = pool(9, page_bytes)
+    run = np.empty(7 * page_bytes, dtype=np.uint8)
+    ops.gather_pages(run.ctypes.data, source.ctypes.data, ids, page_bytes)
+    assert np.array_equal(run.reshape(7, -1), source.reshape(9, -1)[ids])
+
+
+def test_copy_pages():
+    source, target = pool(8, 4096), pool(8, 4096, seed=1)
+    expected = target.reshape(8, -1).copy()
+    to, origin = np.array([7, 0, 3], dtype=np.int32), np.array([1, 1, 5], dtype=np.int32)
+    expected[to] = source.reshape(8, -1)[origin]
+    ops.copy_pages(target.ctypes.data, to, source.ctypes.data, origin, 4096)
+    assert np.array_equal(target.reshape(8, -1), expected)
+
+
+@pytest.mark.parametrize("page_bytes", [1, 16, 100, 200, 241, 4096, 200_000])
+def test_checksums_are_xxh3_of_each_page(page_bytes):
+    source = pool(6, page_bytes + 3)
+    ids = np.array([5, 0, 2], dtype=np.int32)
+    sums = ops.checksum_pages(source.ctypes.data, ids, page_bytes, page_bytes + 3)
+    pages = source.reshape(6, -1)[ids, :page_bytes]
+    assert sums.tolist() == [xxhash.xxh3_64_intdigest(page.tobytes()) for page in pages]
+
+
+def test_wrong_ids_are_refused():
+    source = pool(2, 64)
+    with pytest.raises(ops.KernelError, match="int32"):
+        ops.gather_pages(source.ctypes.data, source.ctypes.data, np.array([0]), 64)
+    with pytest.raises(ops.KernelError, match="length"):
+        ops.copy_pages(0, np.zeros(1, np.int32), 0, np.zeros(2, np.int32), 64)
+    with pytest.raises(ops.KernelError, match="shapes"):
+        ops.checksum_pages(source.ctypes.data, np.zeros(1, np.int32), 0)
