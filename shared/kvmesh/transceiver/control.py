@@ -1,4 +1,4 @@
-"""The control sockets: a ROUTER where peers ask us, a DEALER for each peer that we ask, and the one thread they live on.
+"""The control sockets: a ROUTER where peers ask us, a DEALER for each peer that we ask, and the thread they live on.
 
 Messages are msgpack of :data:`kvmesh.protocol.transfer.ControlMessage`. Sending never blocks: messages wait in bounded
 queues and are dropped (and counted) when a queue is full, which only happens to a peer that has stopped; every exchange
@@ -21,6 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvmesh.protocol.transfer import ControlMessage
 from kvmesh.telemetry import get_logger
+from kvmesh.transceiver.types import PeerKey
 
 __all__ = ["Control", "ControlHandler", "Route"]
 
@@ -31,9 +32,7 @@ CLOSE_LINGER_MS: Final = 200
 RECONNECT_MS: Final = 100
 RECONNECT_MAX_MS: Final = 5_000
 
-_MONITORED_EVENTS: Final = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
-)
+_MONITORED_EVENTS: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 
 Route = bytes | str
 """Where a message goes: the identity of a peer that asks us (bytes), or the endpoint of a peer that we ask (str)."""
@@ -51,8 +50,8 @@ class ControlHandler(Protocol):
     def on_disconnected(self, endpoint: str) -> None:
         """The connection to a peer that we ask was lost or refused; it is retried until :meth:`Control.disconnect`."""
 
-    def on_process_ended(self, token: object) -> None:
-        """A process watched with :meth:`Control.watch` has ended."""
+    def on_process_ended(self, peer: PeerKey) -> None:
+        """The process of a peer, watched with :meth:`Control.watch`, has ended."""
 
 
 class Control:
@@ -72,7 +71,7 @@ class Control:
         self._outbox: deque[Callable[[], None]] = deque()
         self._closing = False
         self._dealers: dict[str, _Dealer] = {}
-        self._watched: dict[int, object] = {}
+        self._watched: dict[int, PeerKey] = {}
         self._decoder = msgspec.msgpack.Decoder(ControlMessage)
         self._encoder = msgspec.msgpack.Encoder()
         self._log = get_logger("transceiver.control")
@@ -104,17 +103,21 @@ class Control:
         self._thread.start()
 
     def send(self, route: Route, message: ControlMessage) -> None:
-        """Send without waiting, from any thread. A ``str`` route is connected on first use."""
+        """Send without waiting, from any thread; dropped (and counted) when there is no connection to ``route``."""
         data = self._encoder.encode(message)
         self._enqueue(lambda: self._send(route, data))
+
+    def connect(self, endpoint: str) -> None:
+        """Open the connection to a peer that we ask; it is kept, and re-established, until :meth:`disconnect`."""
+        self._enqueue(lambda: self._connect(endpoint))
 
     def disconnect(self, endpoint: str) -> None:
         """Close the connection to a peer that we ask, after what is queued for it."""
         self._enqueue(lambda: self._disconnect(endpoint))
 
-    def watch(self, pidfd: int, token: object) -> None:
-        """Report the end of a process once, with ``token``; takes the descriptor over."""
-        self._enqueue(lambda: self._watch(pidfd, token))
+    def watch(self, pidfd: int, peer: PeerKey) -> None:
+        """Report the end of a peer's process once; takes the descriptor over."""
+        self._enqueue(lambda: self._watch(pidfd, peer))
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Send what is queued and close; idempotent. Waits ``timeout_s`` at most."""
@@ -194,20 +197,20 @@ class Control:
         try:
             if isinstance(route, bytes):
                 self._router.send_multipart([route, data], zmq.NOBLOCK)
+            elif (dealer := self._dealers.get(route)) is not None:
+                dealer.socket.send(data, zmq.NOBLOCK)
             else:
-                self._dealer(route).socket.send(data, zmq.NOBLOCK)
+                self.dropped_total += 1
         except zmq.ZMQError as error:
             # The peer is gone or has stopped reading; whoever waits for it has a deadline.
             self.dropped_total += 1
             self._log.debug("a control message was not sent", route=str(route), error=str(error))
 
-    def _dealer(self, endpoint: str) -> _Dealer:
-        dealer = self._dealers.get(endpoint)
-        if dealer is None:
+    def _connect(self, endpoint: str) -> None:
+        if endpoint not in self._dealers:
             dealer = self._dealers[endpoint] = _Dealer(self._context, endpoint, self._name)
             self._poller.register(dealer.socket, zmq.POLLIN)
             self._poller.register(dealer.monitor, zmq.POLLIN)
-        return dealer
 
     def _disconnect(self, endpoint: str) -> None:
         if (dealer := self._dealers.pop(endpoint, None)) is not None:
@@ -215,8 +218,11 @@ class Control:
             self._poller.unregister(dealer.monitor)
             dealer.close()
 
-    def _watch(self, pidfd: int, token: object) -> None:
-        self._watched[pidfd] = token
+    def _watch(self, pidfd: int, peer: PeerKey) -> None:
+        if peer in self._watched.values():
+            os.close(pidfd)
+            return
+        self._watched[pidfd] = peer
         self._poller.register(pidfd, zmq.POLLIN)
 
     def _process_ended(self, pidfd: int) -> None:

@@ -1,59 +1,57 @@
-"""Pages of ended sessions that someone may still touch: kept pinned until that is over, on the executor's thread."""
+"""Ended sessions whose pages someone may still touch: they keep their leases until that is over."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Generic, TypeVar
 
-from kvmesh.transceiver.types import PageLease
+from kvmesh.transceiver.sessions import Session
 
 __all__ = ["Quarantine"]
 
-
-class _Held(NamedTuple):
-    lease: PageLease
-    num_pages: int
-    quiet: Callable[[], bool]
+S = TypeVar("S", bound=Session)
 
 
-class Quarantine:
-    """Leases by session, each with the question that says when its pages are safe.
-
-    Used under the lock of its side; leases are released by :meth:`release_quiet` only.
-    """
+class Quarantine(Generic[S]):
+    """Used under the lock of its side; leases are released on the executor's thread, by :meth:`release_quiet`."""
 
     def __init__(self) -> None:
-        self._held: dict[int, _Held] = {}
-
-    @property
-    def pages(self) -> int:
-        """Pages that cannot be reused yet although their transfer has ended."""
-        return sum(held.num_pages for held in self._held.values())
+        self._held: list[S] = []
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def __contains__(self, session: int) -> bool:
-        return session in self._held
+    def __iter__(self) -> Iterator[S]:
+        return iter(self._held)
 
-    def put(self, session: int, lease: PageLease, num_pages: int, quiet: Callable[[], bool]) -> None:
-        """Keep ``lease`` until ``quiet`` answers True.
+    @property
+    def pages(self) -> int:
+        """Pages that cannot be reused yet although their transfer has ended."""
+        return sum(session.num_pages for session in self._held)
+
+    def put(self, session: S) -> None:
+        """Keep an ended session until it is quiet.
 
         Raises:
-            ValueError: the session is here already.
+            ValueError: it has not ended.
         """
-        if session in self._held:
-            raise ValueError(f"session {session} is in quarantine already")
-        self._held[session] = _Held(lease, num_pages, quiet)
+        if not session.terminal:
+            raise ValueError(f"transfer {session.transfer_id} has not ended")
+        self._held.append(session)
 
-    def release_quiet(self) -> list[int]:
-        """Release what is safe by now; returns the sessions."""
-        safe = [session for session, held in self._held.items() if held.quiet()]
-        for session in safe:
-            self._held.pop(session).lease.release()
-        return safe
+    def holds(self, transfer_id: int) -> bool:
+        """Whether pages of this transfer are here and not safe yet."""
+        return any(session.transfer_id == transfer_id and not session.quiet for session in self._held)
+
+    def release_quiet(self) -> list[S]:
+        """Release the leases of those that are safe by now, and return them."""
+        quiet = [session for session in self._held if session.quiet]
+        self._held = [session for session in self._held if not session.quiet]
+        for session in quiet:
+            session.lease.release()
+        return quiet
 
     def release_all(self) -> None:
         """Release everything, because this process is about to end."""
         while self._held:
-            self._held.popitem()[1].lease.release()
+            self._held.pop().lease.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -18,10 +19,10 @@ class MissingPageError(Exception):
 
 
 class PageRun(NamedTuple):
-    """``count`` pages that follow each other in the pool, from page ``start``."""
+    """``length`` pages that follow each other in the pool, from page ``start``."""
 
     start: int
-    count: int
+    length: int
 
 
 def encode_pages(pages: PageIds) -> bytes:
@@ -65,9 +66,7 @@ def contiguous_runs(pages: PageIds) -> list[PageRun]:
     if not len(pages):
         return []
     starts = np.concatenate(([0], np.flatnonzero(np.diff(pages) != 1) + 1, [len(pages)]))
-    return [
-        PageRun(int(pages[start]), int(end - start)) for start, end in zip(starts[:-1], starts[1:], strict=True)
-    ]
+    return [PageRun(int(pages[start]), int(end - start)) for start, end in itertools.pairwise(starts)]
 
 
 def slices(lengths: Sequence[int], most: Sequence[int]) -> Iterator[tuple[int, slice]]:

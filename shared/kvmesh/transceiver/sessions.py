@@ -8,46 +8,49 @@ from typing import Final
 
 from kvmesh.protocol.transfer import Ticket
 from kvmesh.transceiver.planes.base import MoveControl
-from kvmesh.transceiver.states import (
-    ReceiveEvent,
-    SendEvent,
-    SessionState,
-    Status,
-    next_receive_status,
-    next_send_status,
-)
+from kvmesh.transceiver.states import INITIAL_STATUS, Status
 from kvmesh.transceiver.types import PageIds, PageLease, PeerKey, TransferFailure
 
-__all__ = ["CANCEL_REPEAT_S", "ReceiveSession", "SendSession"]
+__all__ = ["CANCEL_REPEAT_S", "ReceiveSession", "SendSession", "Session"]
 
 CANCEL_REPEAT_S: Final = 1.0
 """A cancel is sent again after this long without an answer: an acknowledgement may have been lost with a connection."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Session:
+@dataclass(slots=True, kw_only=True, eq=False)
+class Session:
+    """What both sides have in common."""
+
     transfer_id: int
     request_id: str
     lease: PageLease
     started_s: float
+    deadline_s: float = math.inf
+    num_tokens: int
+    session: int = 0
+    """The receiver's number of it, echoed in every message."""
+    peer: PeerKey | None = None
+    status: Status = INITIAL_STATUS
+    failure: TransferFailure | None = None
     control: MoveControl = field(default_factory=MoveControl)
     """Stops this side's mover."""
     busy: bool = False
     """A thread of this process touches the pages."""
-    status: Status = Status(SessionState.INIT)
-    failure: TransferFailure | None = None
     num_pages: int = 0
     num_bytes: int = 0
+    overdue_noted: bool = False
     swept: bool = False
-    timeout_noted: bool = False
-    reported: bool = False
-    """The executor has heard how it ended."""
     cancel_sent_s: float = -math.inf
 
     @property
     def terminal(self) -> bool:
         """Whether it has ended."""
         return self.status.terminal
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing touches the pages any more, so that they may be released."""
+        return self.terminal and not self.busy
 
     def cancel_is_due(self, now_s: float) -> bool:
         """Whether to send a cancel now; notes that it was sent."""
@@ -57,56 +60,38 @@ class _Session:
         return due
 
 
-@dataclass(slots=True, kw_only=True)
-class SendSession(_Session):
+@dataclass(slots=True, kw_only=True, eq=False)
+class SendSession(Session):
     """The page owner's side. The deadline is armed once, when the session opens, and only flags."""
 
     ticket: Ticket
-    deadline_s: float
     held: list[PageIds]
     """Per layer group: the request's pages, fixed while the lease is held."""
-    peer: PeerKey | None = None
-    session: int = 0
-    """The receiver's session number."""
-
-    def apply(self, event: SendEvent) -> bool:
-        """Move on; returns whether the session ended by this event."""
-        before = self.status
-        self.status = next_send_status(before, event)
-        return self.status.terminal and not before.terminal
-
-    @property
-    def quiet(self) -> bool:
-        """Whether nothing reads the pages any more, so that they may be released."""
-        return self.terminal and not self.busy
 
     def asked_by(self, peer: PeerKey | None, session: int) -> bool:
         """Whether a message of ``peer`` about its session number concerns this one."""
         return self.peer is not None and self.peer == peer and self.session == session
 
 
-@dataclass(slots=True, kw_only=True)
-class ReceiveSession(_Session):
+@dataclass(slots=True, kw_only=True, eq=False)
+class ReceiveSession(Session):
     """The receiver's side. The deadline is armed when the pages are asked for, not while connecting, and fails it."""
 
-    session: int
     endpoint: str
-    peer: PeerKey
+    """Control endpoint of the page owner."""
     token: bytes
     """The signed ticket."""
-    num_tokens: int
     first_block: list[int]
     wanted: list[PageIds]
     """Per layer group: destination pages of the blocks from ``first_block`` on; negative where none is kept."""
-    deadline_s: float = math.inf
+    local: list[PageIds]
+    """``wanted`` without its negative entries: the pages that are written."""
+    asked: bool = False
+    """The owner has been asked for the pages, and its ticket is spent."""
+    acknowledged: bool = False
+    """The owner has been told how the session ended."""
     peer_may_write: bool = False
     """Push planes: the owner has been asked to write and has not said that it ended."""
-
-    def apply(self, event: ReceiveEvent) -> bool:
-        """Move on; returns whether the session ended by this event."""
-        before = self.status
-        self.status = next_receive_status(before, event)
-        return self.status.terminal and not before.terminal
 
     @property
     def quiet(self) -> bool:

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 __all__ = [
+    "INITIAL_STATUS",
     "TERMINAL_STATES",
     "InvalidTransitionError",
     "ReceiveEvent",
@@ -80,6 +81,9 @@ class Status(NamedTuple):
     def terminal(self) -> bool:
         """Whether nothing can change this any more."""
         return self.state in TERMINAL_STATES
+
+
+INITIAL_STATUS = Status(SessionState.INIT)
 
 
 class InvalidTransitionError(Exception):

@@ -76,6 +76,11 @@ class TransferPoll(NamedTuple):
     timed_out: list[int]
     """Past their deadline and still open: their pages stay pinned and they may yet complete. Reported once each."""
 
+    @property
+    def settled(self) -> int:
+        """How many transfers are reported."""
+        return len(self.completed) + len(self.failed) + len(self.cancelled) + len(self.timed_out)
+
 
 class TransceiverStats(NamedTuple):
     """Gauges now, then counters since start."""

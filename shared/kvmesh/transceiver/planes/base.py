@@ -76,8 +76,13 @@ class DataPlane(Protocol):
     ``push``: the owner moves; the receiver must not reuse pages until the owner is known to be quiet.
     """
 
-    name: str
-    direction: Literal["pull", "push"]
+    @property
+    def name(self) -> str:
+        """The backend's name: both engines of a pair must have the same."""
+
+    @property
+    def direction(self) -> Literal["pull", "push"]:
+        """Which side moves."""
 
     def describe(self) -> bytes:
         """What a peer needs to attach, sent in the handshake."""

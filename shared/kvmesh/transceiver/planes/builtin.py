@@ -54,9 +54,7 @@ class BuiltinPlane:
         self._memfd = describe_pools(pools) if choice != "tcp" else None
         if choice == "memfd" and self._memfd is None:
             raise PlaneError("transfer_plane memfd needs pools backed by a memfd; use auto or tcp")
-        self._server = (
-            PageServer(self._pools, self._pool_of_group, bind_host=bind_host) if choice != "memfd" else None
-        )
+        self._server = PageServer(self._pools, self._pool_of_group, bind_host=bind_host) if choice != "memfd" else None
         self._lock = threading.Lock()
         self._attached: dict[PeerKey, MappedPools | PageClient] = {}
 

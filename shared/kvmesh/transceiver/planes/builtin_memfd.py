@@ -54,9 +54,7 @@ def describe_pools(pools: Sequence[PoolMemory]) -> MemfdDescriptor | None:
             return None
         status = os.fstat(pool.fd)
         shared.append(
-            SharedPool(
-                pool.fd, status.st_dev, status.st_ino, pool.fd_offset_bytes, pool.num_pages, pool.page_bytes
-            )
+            SharedPool(pool.fd, status.st_dev, status.st_ino, pool.fd_offset_bytes, pool.num_pages, pool.page_bytes)
         )
     return MemfdDescriptor(ProcessIdentity.current(), shared)
 

@@ -61,10 +61,10 @@ class PoolViews:
         views: list[memoryview] = []
         for group, ids in enumerate(pages):
             pool, whole = self._pools[self._pool_of_group[group]], self._bytes[self._pool_of_group[group]]
-            for start, count in contiguous_runs(ids):
-                if start < 0 or start + count > pool.num_pages:
+            for start, length in contiguous_runs(ids):
+                if start < 0 or start + length > pool.num_pages:
                     raise PlaneError(f"page {start} is outside the pool of {pool.num_pages} pages")
-                views.append(whole[start * pool.page_bytes : (start + count) * pool.page_bytes])
+                views.append(whole[start * pool.page_bytes : (start + length) * pool.page_bytes])
         return views
 
 
@@ -180,6 +180,7 @@ class PageClient:
 
     def __init__(self, host: str, port: int, views: PoolViews) -> None:
         self._address = (host, port)
+        self._where = f"{host}:{port}"
         self._views = views
         self._connection: socket.socket | None = self._connect()
 
@@ -194,7 +195,7 @@ class PageClient:
             # What is left in the stream belongs to this session: a new one needs a new connection.
             self.close()
             if isinstance(error, OSError):
-                raise PlaneError(f"reading pages from {self._address[0]}:{self._address[1]} failed: {error}") from error
+                raise PlaneError(f"reading pages from {self._where} failed: {error}") from error
             raise
 
     def close(self) -> None:
@@ -207,7 +208,7 @@ class PageClient:
         try:
             connection = socket.create_connection(self._address, CONNECT_TIMEOUT_S)
         except OSError as error:
-            raise PlaneError(f"cannot reach the page server at {self._address[0]}:{self._address[1]}: {error}") from error
+            raise PlaneError(f"cannot reach the page server at {self._where}: {error}") from error
         _tune(connection)
         return connection
 

@@ -1,0 +1,111 @@
+"""Builds the transceiver that a configuration asks for, or says why it cannot."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from kvmesh.cache.layout import PageLayout
+from kvmesh.config.cache_transceiver import CacheTransceiverConfig
+from kvmesh.net.clock import Clock, SystemClock
+from kvmesh.telemetry import get_logger
+from kvmesh.transceiver.planes.base import DataPlane
+from kvmesh.transceiver.planes.builtin import BuiltinPlane, PlaneChoice
+from kvmesh.transceiver.resolve import ServerFacts, TransceiverConfigError, nixl_is_installed, refuse_unbuilt, resolve
+from kvmesh.transceiver.timing import CONNECT_TIMEOUT_S, ConditionWaiter, TransferTimes, Waiter
+from kvmesh.transceiver.transceiver import Transceiver
+from kvmesh.transceiver.types import PeerKey, PoolMemory
+
+__all__ = ["create_transceiver"]
+
+
+def create_transceiver(
+    config: CacheTransceiverConfig,
+    *,
+    layout: PageLayout,
+    pools: Sequence[PoolMemory],
+    instance_id: str,
+    epoch: int,
+    cluster_secret: bytes,
+    bind_host: str = "127.0.0.1",
+    plane: PlaneChoice = "auto",
+    checksums: bool = True,
+    digest: str,
+    clock: Clock | None = None,
+    facts: ServerFacts | None = None,
+    environment: Mapping[str, str] | None = None,
+    waiter: Waiter | None = None,
+    connect_timeout_s: float = CONNECT_TIMEOUT_S,
+) -> Transceiver | None:
+    """Build and start the transceiver of an engine.
+
+    Args:
+        config: the server's ``cache_transceiver_config``.
+        layout: of the cache's pages; ``pools[i]`` is the memory of ``layout.pools[i]``.
+        pools: the memory that holds the pages.
+        instance_id: of this engine, unique in the mesh.
+        epoch: of this life of it; a higher one fences the lower.
+        cluster_secret: shared by the mesh; signs tickets and introductions.
+        bind_host: where the control socket and the TCP page server listen.
+        plane: which way the built-in plane takes.
+        checksums: whether pages are checked on arrival.
+        digest: what must be equal at a peer (:meth:`PageLayout.digest`).
+        clock: the time; the system's by default.
+        facts: what else the server is; by default derived from ``pools``.
+        environment: for the DEFAULT backend's selectors; the process's by default.
+        waiter: how polls wait; tests replace it together with the clock.
+        connect_timeout_s: bound of connection set-up.
+
+    Returns:
+        The transceiver, or None when ``config.backend`` is None.
+
+    Raises:
+        TransceiverConfigError: the configuration cannot work here, or is not supported yet.
+        PlaneError: the data plane cannot work on these pools.
+        zmq.ZMQError: ``bind_host`` cannot be bound.
+    """
+    environment = os.environ if environment is None else environment
+    if facts is None:
+        on_cuda = any(pool.device == "cuda" for pool in pools)
+        facts = ServerFacts(pool_device="cuda" if on_cuda else "cpu", nixl_installed=nixl_is_installed())
+    resolved = resolve(config, environment, facts)
+    if resolved is None:
+        return None
+    log = get_logger("transceiver")
+    for warning in resolved.warnings:
+        log.warning(warning)
+    refuse_unbuilt(config, resolved)
+    if [pool.page_bytes for pool in pools] != [pool.page_bytes for pool in layout.pools]:
+        raise TransceiverConfigError("the pools' page sizes are not those of the layout")
+    if not cluster_secret:
+        raise TransceiverConfigError("transfers need a cluster secret (cluster_secret, or a file that holds it)")
+    times = TransferTimes.from_config(config, connect_timeout_s)
+    if checksums and facts.pool_device == "cuda":
+        log.warning("transfer_checksums has no effect on CUDA pools: pages are checked in host memory only")
+        checksums = False
+    pool_of_group = [group.pool for group in layout.groups]
+    data_plane: DataPlane
+    if resolved.backend == "NIXL":
+        from kvmesh.transceiver.planes.nixl import NixlPlane
+
+        data_plane = NixlPlane(
+            pools, pool_of_group, name=f"{instance_id}#{epoch}", bind_host=bind_host, connect_timeout_s=times.connect_s
+        )
+    else:
+        data_plane = BuiltinPlane(pools, pool_of_group, choice=plane, bind_host=bind_host)
+    transceiver = Transceiver(
+        key=PeerKey(instance_id, epoch),
+        layout=layout,
+        digest=digest,
+        pools=pools,
+        plane=data_plane,
+        cluster_secret=cluster_secret,
+        bind_host=bind_host,
+        checksums=checksums,
+        times=times,
+        clock=clock or SystemClock(),
+        waiter=waiter or ConditionWaiter(),
+    )
+    transceiver.start()
+    log.info("transceiver ready", backend=data_plane.name, endpoint=transceiver.control_endpoint)
+    return transceiver

@@ -1,0 +1,79 @@
+"""What both sides of a transceiver share: who we are, our memory, the plane, the threads and the time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvmesh.net.clock import Clock
+from kvmesh.protocol.transfer import ControlMessage
+from kvmesh.transceiver.control import Route
+from kvmesh.transceiver.handshake import Handshake
+from kvmesh.transceiver.integrity import PageChecksums
+from kvmesh.transceiver.ledger import Ledger
+from kvmesh.transceiver.planes.base import DataPlane
+from kvmesh.transceiver.tickets import Signer
+from kvmesh.transceiver.timing import TransferTimes, Waiter
+from kvmesh.transceiver.types import PageIds, PageLease, PeerKey, PoolMemory
+from kvmesh.transceiver.workers import PeerWorkers
+
+__all__ = ["LocalEngine"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalEngine:
+    """Fixed for the life of a transceiver."""
+
+    key: PeerKey
+    pools: Sequence[PoolMemory]
+    pool_of_group: Sequence[int]
+    tokens_per_block: int
+    plane: DataPlane
+    checksums: PageChecksums | None
+    """None when they are switched off, or cannot be computed on this memory."""
+    handshake: Handshake
+    tickets: Signer
+    times: TransferTimes
+    clock: Clock
+    waiter: Waiter
+    ledger: Ledger
+    workers: PeerWorkers
+    send: Callable[[Route, ControlMessage], None]
+    dial: Callable[[str], None]
+    """Open the connection to an owner."""
+    hang_up: Callable[[str], None]
+    """Close the connection to an owner, after what is queued for it."""
+    watch: Callable[[int, PeerKey], None]
+    """Report the end of a process (a pidfd) as the death of a peer."""
+    peer_gone: Callable[[PeerKey], None]
+    """A peer is known to be dead."""
+
+    def now_unix_ms(self) -> int:
+        """Wall-clock milliseconds since the Unix epoch."""
+        return self.clock.unix_ns() // 1_000_000
+
+    def leased_pages(self, lease: PageLease, num_tokens: int) -> list[PageIds]:
+        """Per layer group the pages of the blocks that ``num_tokens`` tokens take.
+
+        Raises:
+            ValueError: the lease has fewer.
+        """
+        num_blocks = -(-num_tokens // self.tokens_per_block)
+        pages = [np.array(lease.page_ids(group)[:num_blocks], dtype=np.int32) for group in range(self.num_groups)]
+        for group, ids in enumerate(pages):
+            if len(ids) != num_blocks:
+                raise ValueError(
+                    f"the lease holds {len(ids)} blocks of group {group}; {num_tokens} tokens take {num_blocks}"
+                )
+        return pages
+
+    @property
+    def num_groups(self) -> int:
+        """Layer groups of the layout."""
+        return len(self.pool_of_group)
+
+    def page_bytes(self, group: int) -> int:
+        """Bytes of one page of a layer group."""
+        return self.pools[self.pool_of_group[group]].page_bytes

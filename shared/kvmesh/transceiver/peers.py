@@ -1,0 +1,60 @@
+"""The receivers that have introduced themselves to a page owner, and how to reach them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvmesh.telemetry import get_logger
+from kvmesh.transceiver.liveness import ProcessGoneError, ProcessIdentity, open_process
+from kvmesh.transceiver.local import LocalEngine
+from kvmesh.transceiver.types import PeerKey
+
+__all__ = ["Receivers", "watch_process"]
+
+
+class Receivers:
+    """Routes by peer and peers by route; used under the sender's lock."""
+
+    def __init__(self) -> None:
+        self._peers: dict[bytes, PeerKey] = {}
+        self._routes: dict[PeerKey, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._routes)
+
+    def add(self, route: bytes, peer: PeerKey) -> bool:
+        """Note where ``peer`` is reached; returns whether it was unknown."""
+        former = self._routes.get(peer)
+        if former is not None:
+            self._peers.pop(former, None)
+        self._peers[route] = peer
+        self._routes[peer] = route
+        return former is None
+
+    def peer(self, route: bytes) -> PeerKey | None:
+        """Who speaks through ``route``."""
+        return self._peers.get(route)
+
+    def route(self, peer: PeerKey | None) -> bytes | None:
+        """Where ``peer`` is reached."""
+        return self._routes.get(peer) if peer is not None else None
+
+    def take_lives(self, instance_id: str, epoch: int) -> list[PeerKey]:
+        """Forget the lives of an instance up to ``epoch``; returns them."""
+        gone = [peer for peer in self._routes if peer.instance_id == instance_id and peer.epoch <= epoch]
+        for peer in gone:
+            self._peers.pop(self._routes.pop(peer), None)
+        return gone
+
+
+def watch_process(engine: LocalEngine, peer: PeerKey, process: bytes) -> None:
+    """Have the death of ``peer`` reported where this host can see it; elsewhere the coordinator tells."""
+    try:
+        pidfd = open_process(msgspec.msgpack.decode(process, type=ProcessIdentity))
+    except ProcessGoneError:
+        engine.peer_gone(peer)
+    except (msgspec.MsgspecError, OSError) as error:
+        get_logger("transceiver").info("cannot watch a peer's process", peer=str(peer), reason=str(error))
+    else:
+        if pidfd is not None:
+            engine.watch(pidfd, peer)

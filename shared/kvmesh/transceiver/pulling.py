@@ -1,0 +1,125 @@
+"""The receiver's slow work, on one worker for each owner: copying pages (pull planes), checks, acknowledgements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvmesh.net.faults import FaultInjectedError, fault_point
+from kvmesh.protocol.transfer import CancelSession, ResultAck, TransferResult
+from kvmesh.transceiver.integrity import ChecksumMismatchError
+from kvmesh.transceiver.links import worker_of
+from kvmesh.transceiver.local import LocalEngine
+from kvmesh.transceiver.planes.base import MoveJob, MoveStoppedError, PlaneError
+from kvmesh.transceiver.runs import decode_pages
+from kvmesh.transceiver.sessions import ReceiveSession
+from kvmesh.transceiver.states import ReceiveEvent, SessionState, next_receive_status
+from kvmesh.transceiver.table import SessionTable
+from kvmesh.transceiver.workers import WorkerBusyError
+
+__all__ = ["Pulling"]
+
+_ACK_STATUS = {
+    SessionState.FULLY_TRANSFERRED: "done",
+    SessionState.ERROR: "failed",
+    SessionState.CANCELLED: "cancelled",
+}
+
+
+class Pulling:
+    """See the module. Shares the receiver's table and its lock."""
+
+    def __init__(self, engine: LocalEngine, table: SessionTable[ReceiveSession]) -> None:
+        self._engine = engine
+        self._table = table
+
+    def start_pull(self, session: ReceiveSession, granted: TransferResult) -> None:
+        """Copy the pages that the owner has granted (under the lock)."""
+        try:
+            remote = [decode_pages(data) for data in granted.src_pages]
+        except ValueError as error:
+            self._fail(session, f"the owner's page list cannot be read: {error}")
+            return
+        if [len(ids) for ids in remote] != [len(ids) for ids in session.local]:
+            self._fail(session, "the owner granted another number of pages than were asked for")
+            return
+        job = MoveJob(
+            transfer_id=session.transfer_id,
+            session=session.session,
+            local=session.local,
+            remote=remote,
+            access=granted.access,
+            control=session.control,
+        )
+        self._apply(session, ReceiveEvent.MOVING)
+        self._submit(session, job, granted.checksums)
+
+    def start_check(self, session: ReceiveSession, written: TransferResult) -> None:
+        """Check the pages that the owner has written (under the lock)."""
+        self._submit(session, None, written.checksums)
+
+    def acknowledge(self, session: ReceiveSession) -> None:
+        """Tell the owner, once, how an ended session stands: it may release its pages, or has to stop writing."""
+        if session.acknowledged or session.peer is None:
+            return
+        if session.peer_may_write:
+            if session.cancel_is_due(self._engine.clock.monotonic_s()):
+                self.ask_to_stop(session)
+            return
+        session.acknowledged = True
+        if session.asked:
+            self._engine.send(
+                session.endpoint,
+                ResultAck(
+                    transfer_id=session.transfer_id,
+                    session=session.session,
+                    status=_ACK_STATUS[session.status.state],  # type: ignore[arg-type]
+                ),
+            )
+        else:
+            give_up = CancelSession(transfer_id=session.transfer_id, ticket=session.token)
+            self._engine.send(session.endpoint, give_up)
+
+    def ask_to_stop(self, session: ReceiveSession) -> None:
+        """Ask an owner that may be writing to stop and to say so."""
+        self._engine.send(session.endpoint, CancelSession(transfer_id=session.transfer_id, session=session.session))
+
+    def _submit(self, session: ReceiveSession, job: MoveJob | None, checksums: Sequence[bytes]) -> None:
+        session.busy = True
+        try:
+            self._engine.workers.submit(worker_of(session.endpoint), lambda: self._finish(session, job, checksums))
+        except WorkerBusyError as error:
+            session.busy = False
+            self._fail(session, str(error))
+
+    def _finish(self, session: ReceiveSession, job: MoveJob | None, checksums: Sequence[bytes]) -> None:
+        reason, code = "", "transfer_failed"
+        try:
+            if job is not None:
+                assert session.peer is not None
+                self._engine.plane.move(session.peer, job)
+            if self._engine.checksums is not None and checksums:
+                self._engine.checksums.verify(session.local, checksums)
+            fault_point("transceiver.before_ack")
+        except MoveStoppedError:
+            reason = "stopped"
+        except ChecksumMismatchError as error:
+            reason, code = str(error), "checksum_mismatch"
+        except (PlaneError, FaultInjectedError) as error:
+            reason = str(error)
+        with self._table.changed:
+            session.busy = False
+            if session.terminal:
+                self.acknowledge(session)
+            elif reason:
+                self._fail(session, reason, code)
+            else:
+                self._apply(session, ReceiveEvent.MOVED)
+                self._apply(session, ReceiveEvent.VERIFIED)
+            self._table.changed.notify_all()
+
+    def _apply(self, session: ReceiveSession, event: ReceiveEvent) -> None:
+        self._table.advance(session, next_receive_status(session.status, event))
+
+    def _fail(self, session: ReceiveSession, reason: str, code: str = "transfer_failed") -> None:
+        status = next_receive_status(session.status, ReceiveEvent.FAIL)
+        self._table.fail(session, status, 502, code, reason)

@@ -1,0 +1,322 @@
+"""The receiver's side: asks an owner for the pages that are missing, has them moved and checked, and acknowledges.
+
+Messages are handled on the control thread, slow work (attaching, copying, checksums) on one worker for each owner
+(:mod:`kvmesh.transceiver.pulling`), the rest on the executor's thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from kvmesh.net.faults import FaultInjectedError, fault_point
+from kvmesh.protocol.disagg import HandOff
+from kvmesh.protocol.transfer import CancelSession, HelloReply, Refused, RequestData, ResultAck, TransferResult
+from kvmesh.telemetry import get_logger
+from kvmesh.transceiver.links import Link, Links, LinkState
+from kvmesh.transceiver.local import LocalEngine
+from kvmesh.transceiver.precancel import PreCancels
+from kvmesh.transceiver.pulling import Pulling
+from kvmesh.transceiver.runs import encode_pages
+from kvmesh.transceiver.sessions import ReceiveSession
+from kvmesh.transceiver.states import ReceiveEvent, SessionState, next_receive_status
+from kvmesh.transceiver.table import SessionTable
+from kvmesh.transceiver.tickets import TicketError, check_ticket
+from kvmesh.transceiver.timing import GENERATION_POLL_STEP_S
+from kvmesh.transceiver.types import PageLease, PeerKey, TransferPoll
+
+__all__ = ["ReceiverSide"]
+
+
+class ReceiverSide:
+    """See the module."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self._engine = engine
+        self._push = engine.plane.direction == "push"
+        self._log = get_logger("transceiver.receiver")
+        self.table: SessionTable[ReceiveSession] = SessionTable(
+            engine, "generation", on_ended=self._ended, on_released=self._released
+        )
+        self.links = Links(engine, on_up=self._link_up, on_down=self._link_down, run_locked=self._run_locked)
+        self._pulling = Pulling(engine, self.table)
+        self._precancelled = PreCancels(engine.clock)
+        self._numbers = itertools.count(1)
+
+    # The executor's thread.
+
+    def open(
+        self, transfer_id: int, request_id: str, handoff: HandOff, lease: PageLease, first_block: Sequence[int]
+    ) -> None:
+        """Ask the owner for the blocks from ``first_block[group]`` on, into the pages of ``lease``.
+
+        Raises:
+            TicketError: 403, the hand-off was not signed in this cluster, has expired or is for something else.
+            DuplicateTransferError: this transfer is open already; the lease stays the caller's.
+            ValueError: the lease or ``first_block`` does not fit the hand-off.
+        """
+        engine = self._engine
+        ticket = engine.tickets.open_ticket(handoff.ticket)
+        check_ticket(ticket, transfer_id=transfer_id, now_unix_ms=engine.now_unix_ms())
+        peer = PeerKey(ticket.owner_instance_id, ticket.owner_epoch)
+        if (handoff.control_endpoint, handoff.instance_id, handoff.epoch) != (ticket.control_endpoint, *peer):
+            raise TicketError("ticket_mismatch", f"the hand-off of transfer {transfer_id} is not what its ticket says")
+        if len(first_block) != engine.num_groups:
+            raise ValueError(f"first blocks of {len(first_block)} layer groups for a layout of {engine.num_groups}")
+        pages = engine.leased_pages(lease, ticket.num_tokens)
+        wanted = [ids[first:] for ids, first in zip(pages, first_block, strict=True)]
+        local = [ids[ids >= 0] for ids in wanted]
+        session = ReceiveSession(
+            transfer_id=transfer_id,
+            request_id=request_id,
+            lease=lease,
+            started_s=engine.clock.monotonic_s(),
+            num_tokens=ticket.num_tokens,
+            session=next(self._numbers),
+            peer=peer,
+            endpoint=handoff.control_endpoint,
+            token=handoff.ticket,
+            first_block=list(first_block),
+            wanted=wanted,
+            local=local,
+            num_pages=sum(map(len, local)),
+            num_bytes=sum(len(ids) * engine.page_bytes(group) for group, ids in enumerate(local)),
+        )
+        with self.table.lock:
+            self.table.add(session)
+            self.table.counters.pages_reused += sum(
+                int((ids[:first] >= 0).sum()) for ids, first in zip(pages, first_block, strict=True)
+            )
+            engine.plane.session_opened()
+            if self._precancelled.take(transfer_id):
+                self._cancel(session, "cancelled before it was opened")
+                return
+            link = self.links.obtain(session.endpoint, peer)
+            if link.state is LinkState.UP:
+                self._ask(session)
+
+    def poll(self, at_least: int) -> TransferPoll:
+        """What ended since the last poll; waits one interval at most for ``at_least`` sessions.
+
+        A call that waits also fails sessions that are past their deadline.
+        """
+        poll = self.table.poll(
+            at_least,
+            self._engine.times.poll_s,
+            lambda _poll, now_s: self._apply_deadlines(now_s, blocking=at_least > 0),
+            GENERATION_POLL_STEP_S,
+        )
+        self._maintain()
+        return poll
+
+    def sweep(self) -> list[int]:
+        """Sessions that have become overdue since the last sweep, each once."""
+        with self.table.lock:
+            self.links.expire(self._engine.clock.monotonic_s())
+        overdue = self.table.sweep()
+        self._maintain()
+        return overdue
+
+    def cancel(self, transfer_id: int) -> bool:
+        """Cancel; True once nothing writes into the pages (also for transfers that are not open)."""
+        with self.table.lock:
+            session = self.table.open.get(transfer_id)
+            if session is not None:
+                self._cancel(session, "cancelled by the receiver")
+            return self.table.safe(transfer_id)
+
+    def decline(self, transfer_id: int, handoff: HandOff) -> None:
+        """Tell the owner that these pages will not be asked for. Nothing happens when it cannot be told.
+
+        Raises:
+            TicketError: 403, as in :meth:`open`.
+        """
+        ticket = self._engine.tickets.open_ticket(handoff.ticket)
+        check_ticket(ticket, transfer_id=transfer_id, now_unix_ms=self._engine.now_unix_ms())
+        with self.table.lock:
+            self.links.obtain(ticket.control_endpoint, PeerKey(ticket.owner_instance_id, ticket.owner_epoch))
+            self._engine.send(ticket.control_endpoint, CancelSession(transfer_id=transfer_id, ticket=handoff.ticket))
+
+    def peer_dead(self, instance_id: str, epoch: int) -> None:
+        """An owner is gone: ``epoch`` and older lives of it write no more, and answer nothing."""
+        with self.table.lock:
+            for link in self.links.take_lives(instance_id, epoch):
+                self.links.drop(link, "peer_dead", f"{link.peer} ended during the transfer")
+            for session in [*self.table.open.values(), *self.table.quarantine]:
+                peer = session.peer
+                if peer is not None and peer.instance_id == instance_id and peer.epoch <= epoch:
+                    session.peer_may_write = False
+            self.table.changed.notify_all()
+
+    # The control thread.
+
+    def on_reply(self, endpoint: str, reply: HelloReply) -> None:
+        """An owner answers our introduction."""
+        with self.table.lock:
+            self.links.on_reply(endpoint, reply)
+
+    def on_result(self, endpoint: str, result: TransferResult) -> None:
+        """An owner says how a session stands."""
+        with self.table.changed:
+            session = self._find(endpoint, result.transfer_id, result.session)
+            if session is None:
+                self.table.counters.dropped += 1
+                return
+            session.peer_may_write = False
+            self.table.changed.notify_all()
+            granted = result.status in {"ready", "done"}
+            if session.terminal:
+                if granted:
+                    self._acknowledge(session)
+            elif granted and (session.busy or self._push != (result.status == "done")):
+                self.table.counters.dropped += 1
+                self._log.warning("an answer makes no sense", transfer_id=result.transfer_id, status=result.status)
+            elif result.status == "ready":
+                self._pulling.start_pull(session, result)
+            elif result.status == "done":
+                self._pulling.start_check(session, result)
+            elif result.status == "cancelled":
+                self._apply(session, ReceiveEvent.CANCEL, "cancelled by the page owner")
+            else:
+                self._fail(session, 502, "transfer_failed", result.message or "the page owner reports a failure")
+
+    def on_refused(self, endpoint: str, refused: Refused) -> None:
+        """An owner refuses a request for pages."""
+        with self.table.lock:
+            session = self._find(endpoint, refused.transfer_id, refused.session)
+            if session is None:
+                self.table.counters.dropped += 1
+                return
+            session.peer_may_write = False
+            session.acknowledged = True
+            self._fail(session, refused.status, refused.code, refused.message)
+
+    def on_cancel(self, endpoint: str, cancel: CancelSession) -> None:
+        """An owner wants its pages back."""
+        with self.table.lock:
+            session = self._find(endpoint, cancel.transfer_id, cancel.session)
+            if cancel.session == 0:
+                self._precancelled.remember(cancel.transfer_id)
+            elif session is None:
+                # It is over, and the acknowledgement was lost with a connection.
+                ack = ResultAck(transfer_id=cancel.transfer_id, session=cancel.session, status="cancelled")
+                self._engine.send(endpoint, ack)
+            elif session.terminal and not session.busy:
+                session.acknowledged = False
+                self._acknowledge(session)
+            else:
+                session.control.stop()
+                self._apply(session, ReceiveEvent.CANCEL, "cancelled by the page owner")
+
+    def on_connected(self, endpoint: str) -> None:
+        """The connection to an owner is there."""
+        with self.table.lock:
+            if (link := self.links.get(endpoint)) is not None:
+                link.lost_since_s = None
+
+    def on_disconnected(self, endpoint: str) -> None:
+        """The connection to an owner was lost: answers that it owes us will not come."""
+        with self.table.lock:
+            link = self.links.get(endpoint)
+            if link is None:
+                return
+            if link.state is not LinkState.UP:
+                self.links.drop(link, "peer_unreachable", f"{link.peer} at {endpoint} cannot be reached")
+                return
+            link.lost_since_s = link.lost_since_s or self._engine.clock.monotonic_s()
+            for session in self._sessions_of(endpoint):
+                if session.status.state is SessionState.READY and not session.busy:
+                    self._fail(session, 503, "peer_lost", f"the connection to {link.peer} was lost")
+
+    # Under the lock.
+
+    def _ask(self, session: ReceiveSession) -> None:
+        try:
+            fault_point("transceiver.before_request")
+        except FaultInjectedError as error:
+            self._fail(session, 502, "transfer_failed", str(error))
+            return
+        self._engine.send(
+            session.endpoint,
+            RequestData(
+                transfer_id=session.transfer_id,
+                session=session.session,
+                ticket=session.token,
+                first_block=session.first_block,
+                dst_pages=[encode_pages(ids) for ids in session.wanted],
+            ),
+        )
+        session.started_s = self._engine.clock.monotonic_s()
+        session.deadline_s = session.started_s + self._engine.times.timeout_s
+        session.asked = True
+        session.peer_may_write = self._push
+        self._apply(session, ReceiveEvent.ASKED)
+        # A poll that waits has to learn of the new deadline.
+        self.table.changed.notify_all()
+
+    def _cancel(self, session: ReceiveSession, reason: str) -> None:
+        session.control.stop()
+        self._apply(session, ReceiveEvent.CANCEL, reason)
+
+    def _ended(self, session: ReceiveSession) -> None:
+        session.control.stop()
+        if not session.busy:
+            self._acknowledge(session)
+
+    def _released(self, _session: ReceiveSession) -> None:
+        self._engine.plane.session_closed()
+
+    def _acknowledge(self, session: ReceiveSession) -> None:
+        self._pulling.acknowledge(session)
+
+    def _link_up(self, link: Link) -> None:
+        for session in self._sessions_of(link.endpoint):
+            if session.status.state is SessionState.INIT:
+                self._ask(session)
+
+    def _link_down(self, link: Link, code: str, reason: str) -> None:
+        for session in self._sessions_of(link.endpoint):
+            # A copy from shared memory outlives its owner; one over a socket notices by itself.
+            if session.peer == link.peer and not session.busy:
+                self._fail(session, 503, code, reason)
+
+    def _apply_deadlines(self, now_s: float, *, blocking: bool) -> float:
+        due_s = self.links.expire(now_s)
+        for session in list(self.table.open.values()):
+            if session.terminal or not blocking:
+                continue
+            if now_s < session.deadline_s:
+                due_s = min(due_s, session.deadline_s)
+                continue
+            self.table.note_overdue(session)
+            timeout_s = self._engine.times.timeout_s
+            self._fail(session, 504, "transfer_timeout", f"the pages did not arrive within {timeout_s:g} s")
+        return due_s
+
+    def _maintain(self) -> None:
+        with self.table.lock:
+            now_s = self._engine.clock.monotonic_s()
+            in_use = {session.endpoint for session in [*self.table.open.values(), *self.table.quarantine]}
+            self.links.forget_lost(now_s, in_use)
+            for session in self.table.quarantine:
+                if session.peer_may_write and session.cancel_is_due(now_s):
+                    self._pulling.ask_to_stop(session)
+
+    def _sessions_of(self, endpoint: str) -> list[ReceiveSession]:
+        return [s for s in self.table.open.values() if s.endpoint == endpoint and not s.terminal]
+
+    def _find(self, endpoint: str, transfer_id: int, number: int) -> ReceiveSession | None:
+        wanted = (endpoint, transfer_id, number)
+        candidates = itertools.chain(self.table.open.values(), self.table.quarantine)
+        return next((s for s in candidates if (s.endpoint, s.transfer_id, s.session) == wanted), None)
+
+    def _apply(self, session: ReceiveSession, event: ReceiveEvent, reason: str = "") -> None:
+        self.table.advance(session, next_receive_status(session.status, event), reason)
+
+    def _fail(self, session: ReceiveSession, http_status: int, code: str, message: str) -> None:
+        status = next_receive_status(session.status, ReceiveEvent.FAIL)
+        self.table.fail(session, status, http_status, code, message)
+
+    def _run_locked(self, action: Callable[[], None]) -> None:
+        with self.table.lock:
+            action()

@@ -1,0 +1,271 @@
+"""The page owner's side: opens sessions, answers requests for pages, and keeps leases until no reader is left.
+
+Messages are handled on the control thread, slow work (checksums, writing) on one worker for each receiver
+(:mod:`kvmesh.transceiver.serving`), the rest on the executor's thread.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+import numpy as np
+
+from kvmesh.protocol.transfer import CancelSession, Hello, Refused, RequestData, ResultAck, Ticket, TransferResult
+from kvmesh.telemetry import get_logger
+from kvmesh.transceiver.local import LocalEngine
+from kvmesh.transceiver.peers import Receivers, watch_process
+from kvmesh.transceiver.planes.base import MoveJob
+from kvmesh.transceiver.precancel import PreCancels
+from kvmesh.transceiver.runs import MissingPageError, decode_pages, pair_pages
+from kvmesh.transceiver.serving import Serving
+from kvmesh.transceiver.sessions import SendSession
+from kvmesh.transceiver.states import InvalidTransitionError, SendEvent, next_send_status
+from kvmesh.transceiver.table import SessionTable
+from kvmesh.transceiver.tickets import SpentNonces, TicketError, check_ticket
+from kvmesh.transceiver.types import PageIds, PageLease, PeerKey, TransferPoll
+
+__all__ = ["SenderSide"]
+
+NONCE_BYTES = 16
+
+_ACK_EVENTS = {
+    "done": SendEvent.ACK_DONE,
+    "failed": SendEvent.ACK_FAILED,
+    "cancelled": SendEvent.ACK_CANCELLED,
+}
+
+
+class SenderSide:
+    """See the module."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self._engine = engine
+        self._log = get_logger("transceiver.sender")
+        self.table: SessionTable[SendSession] = SessionTable(engine, "context", on_ended=self._ended)
+        self.receivers = Receivers()
+        self._serving = Serving(engine, self.table, self.receivers)
+        self._spent = SpentNonces()
+        self._precancelled = PreCancels(engine.clock)
+
+    # The executor's thread.
+
+    def open(
+        self, transfer_id: int, request_id: str, lease: PageLease, num_tokens: int, control_endpoint: str
+    ) -> bytes:
+        """Open a session and mint its ticket; the lease is kept until every reader is terminal.
+
+        Raises:
+            DuplicateTransferError: a session of this transfer is open already; the lease stays the caller's.
+            ValueError: the lease holds another number of blocks than ``num_tokens`` tokens take.
+        """
+        engine = self._engine
+        now_s = engine.clock.monotonic_s()
+        ticket = Ticket(
+            transfer_id=transfer_id,
+            owner_instance_id=engine.key.instance_id,
+            owner_epoch=engine.key.epoch,
+            num_tokens=num_tokens,
+            layout_digest=engine.handshake.mine.layout_digest,
+            expires_unix_ms=engine.now_unix_ms() + round(engine.times.timeout_s * 1000),
+            nonce=secrets.token_bytes(NONCE_BYTES),
+            control_endpoint=control_endpoint,
+        )
+        session = SendSession(
+            transfer_id=transfer_id,
+            request_id=request_id,
+            lease=lease,
+            started_s=now_s,
+            deadline_s=now_s + engine.times.timeout_s,
+            num_tokens=num_tokens,
+            ticket=ticket,
+            held=engine.leased_pages(lease, num_tokens),
+        )
+        with self.table.lock:
+            self.table.add(session, deadline_unix_ms=ticket.expires_unix_ms)
+            if self._precancelled.take(transfer_id):
+                self._apply(session, SendEvent.CANCEL, "cancelled before it was opened")
+        return engine.tickets.sign_ticket(ticket)
+
+    def poll(self, at_least: int) -> TransferPoll:
+        """What ended since the last poll; waits one slice at most for ``at_least`` sessions.
+
+        A session that passes its deadline counts as settled, once, as timed out; it stays open with its pages pinned.
+        """
+        return self.table.poll(at_least, self._engine.times.slice_s, self._flag_overdue)
+
+    def sweep(self) -> list[int]:
+        """Sessions that have become overdue since the last sweep, each once."""
+        return self.table.sweep()
+
+    def cancel(self, transfer_id: int) -> bool:
+        """Cancel; True once nothing reads the pages (also for transfers that are not open)."""
+        with self.table.lock:
+            session = self.table.open.get(transfer_id)
+            if session is not None and not session.quiet:
+                self._apply(session, SendEvent.CANCEL, "cancelled by the page owner")
+                session.control.stop()
+                route = self.receivers.route(session.peer)
+                now_s = self._engine.clock.monotonic_s()
+                if route is not None and not session.terminal and session.cancel_is_due(now_s):
+                    self._engine.send(route, CancelSession(transfer_id=transfer_id, session=session.session))
+            return self.table.safe(transfer_id)
+
+    def peer_dead(self, instance_id: str, epoch: int) -> None:
+        """End the sessions of a peer that is gone: ``epoch`` and older lives of it read no more."""
+        with self.table.lock:
+            for peer in self.receivers.take_lives(instance_id, epoch):
+                for session in self.table.open.values():
+                    if session.peer == peer and not session.terminal:
+                        session.control.stop()
+                        status = next_send_status(session.status, SendEvent.PEER_DEAD)
+                        self.table.fail(session, status, 503, "peer_dead", f"{peer} ended during the transfer")
+                self._serving.forget(peer)
+
+    # The control thread.
+
+    def on_hello(self, route: bytes, hello: Hello) -> None:
+        """A receiver introduces itself: pair with it or say why not."""
+        engine = self._engine
+        peer = PeerKey(hello.instance_id, hello.epoch)
+        if (obstacle := engine.handshake.obstacle(hello)) is not None:
+            self._log.warning("refused to pair", peer=str(peer), reason=obstacle)
+            engine.send(route, engine.handshake.reply(refused=obstacle))
+            return
+        # A newer life of an engine fences the older ones.
+        self.peer_dead(peer.instance_id, peer.epoch - 1)
+        with self.table.lock:
+            unknown = self.receivers.add(route, peer)
+        if unknown:
+            watch_process(engine, peer, hello.process)
+        self._serving.pair(route, peer, hello.agent)
+
+    def on_request(self, route: bytes, request: RequestData) -> None:
+        """A receiver presents a ticket and asks for pages."""
+        with self.table.lock:
+            peer = self.receivers.peer(route)
+            try:
+                if peer is None:
+                    raise TicketError("hello_required", "introduce yourself before asking for pages")
+                ticket = self._check(request.transfer_id, request.ticket)
+                self._spent.spend(ticket, self._engine.now_unix_ms())
+            except TicketError as error:
+                self._refuse(route, request, error.status, error.code or "ticket_refused", error.message)
+                return
+            session = self.table.open.get(request.transfer_id)
+            if session is None or session.ticket.nonce != ticket.nonce:
+                self._refuse(route, request, 404, "transfer_unknown", "the pages of this transfer are no longer held")
+                return
+            session.peer, session.session = peer, request.session
+            if session.terminal:
+                self._serving.answer(session, "cancelled", message="the transfer was cancelled")
+                return
+            try:
+                job = self._pair_pages(session, request)
+            except (MissingPageError, ValueError) as error:
+                self._serving.answer(session, "failed", message=str(error))
+                status = next_send_status(session.status, SendEvent.FAIL)
+                self.table.fail(session, status, 409, "pages_mismatch", str(error))
+                return
+            self._apply(session, SendEvent.ASKED)
+            self._serving.start(session, peer, job)
+
+    def on_ack(self, route: bytes, ack: ResultAck) -> None:
+        """A receiver reads no more."""
+        with self.table.lock:
+            session = self.table.open.get(ack.transfer_id)
+            if session is None or not session.asked_by(self.receivers.peer(route), ack.session):
+                # The usual answer to a repeated cancel of a session that has ended meanwhile.
+                return
+            try:
+                status = next_send_status(session.status, _ACK_EVENTS[ack.status])
+            except InvalidTransitionError as error:
+                self.table.counters.dropped += 1
+                self._log.warning("an acknowledgement makes no sense", transfer_id=ack.transfer_id, error=str(error))
+                return
+            session.control.stop()
+            if ack.status == "failed":
+                self.table.fail(session, status, 502, "receiver_failed", "the receiver reports a failure")
+            else:
+                self.table.advance(session, status, "" if ack.status == "done" else "cancelled by the receiver")
+
+    def on_cancel(self, route: bytes, cancel: CancelSession) -> None:
+        """A receiver gives up: with its session number what it asked for, with a ticket what it never will."""
+        with self.table.lock:
+            peer = self.receivers.peer(route)
+            session = self.table.open.get(cancel.transfer_id)
+            if session is not None and session.asked_by(peer, cancel.session):
+                self._apply(session, SendEvent.CANCEL, "cancelled by the receiver")
+                session.control.stop()
+            if cancel.ticket:
+                self._give_up(cancel)
+            elif peer is not None and self.table.safe(cancel.transfer_id):
+                # Nothing of it moves: the receiver may reuse its pages. Else the worker says so when it has stopped.
+                message = TransferResult(transfer_id=cancel.transfer_id, session=cancel.session, status="cancelled")
+                self._engine.send(route, message)
+
+    # Under the lock.
+
+    def _pair_pages(self, session: SendSession, request: RequestData) -> MoveJob:
+        groups = len(session.held)
+        if len(request.first_block) != groups or len(request.dst_pages) != groups:
+            raise MissingPageError(f"pages of {len(request.dst_pages)} layer groups are wanted, {groups} are held")
+        local: list[PageIds] = []
+        remote: list[PageIds] = []
+        parts = zip(session.held, request.first_block, map(decode_pages, request.dst_pages), strict=True)
+        for group, (held, first, wanted) in enumerate(parts):
+            moving = pair_pages(held, first, wanted)
+            local.append(np.ascontiguousarray(held[first:][moving]))
+            remote.append(np.ascontiguousarray(wanted[moving]))
+            session.num_pages += len(local[-1])
+            session.num_bytes += len(local[-1]) * self._engine.page_bytes(group)
+        return MoveJob(
+            transfer_id=session.transfer_id,
+            session=session.session,
+            local=local,
+            remote=remote,
+            control=session.control,
+        )
+
+    def _check(self, transfer_id: int, token: bytes) -> Ticket:
+        engine = self._engine
+        ticket = engine.tickets.open_ticket(token)
+        check_ticket(ticket, transfer_id=transfer_id, now_unix_ms=engine.now_unix_ms(), owner=engine.key)
+        return ticket
+
+    def _give_up(self, cancel: CancelSession) -> None:
+        try:
+            ticket = self._check(cancel.transfer_id, cancel.ticket)
+        except TicketError as error:
+            self.table.counters.refused += 1
+            self._log.warning("a cancel without the right to it", transfer_id=cancel.transfer_id, code=error.code)
+            return
+        session = self.table.open.get(cancel.transfer_id)
+        if session is None:
+            self._precancelled.remember(cancel.transfer_id)
+        elif session.ticket.nonce == ticket.nonce and session.peer is None:
+            self._apply(session, SendEvent.CANCEL, "given up by the receiver")
+
+    def _refuse(self, route: bytes, request: RequestData, status: int, code: str, message: str) -> None:
+        self.table.counters.refused += 1
+        self._log.warning("a request for pages was refused", transfer_id=request.transfer_id, code=code, reason=message)
+        self._engine.send(
+            route,
+            Refused(
+                transfer_id=request.transfer_id, session=request.session, status=status, code=code, message=message
+            ),
+        )
+
+    def _apply(self, session: SendSession, event: SendEvent, reason: str = "") -> None:
+        self.table.advance(session, next_send_status(session.status, event), reason)
+
+    def _flag_overdue(self, poll: TransferPoll, now_s: float) -> float:
+        due_s = float("inf")
+        for session in self.table.open.values():
+            if now_s < session.deadline_s:
+                due_s = min(due_s, session.deadline_s)
+            elif self.table.note_overdue(session):
+                poll.timed_out.append(session.transfer_id)
+        return due_s
+
+    def _ended(self, session: SendSession) -> None:
+        self._engine.plane.revoke(session.transfer_id, session.session)

@@ -1,0 +1,308 @@
+"""The transceiver of one engine: both sides of KV transfers behind one object that the executor drives.
+
+All methods are called on the executor's thread. None blocks, except the two ``check_*_transfer_status`` when they are
+asked to wait, for a bounded time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from kvmesh.cache.layout import PageLayout
+from kvmesh.net.clock import Clock
+from kvmesh.protocol.disagg import HandOff
+from kvmesh.protocol.transfer import (
+    CancelSession,
+    ControlMessage,
+    Hello,
+    HelloReply,
+    LedgerEvent,
+    Refused,
+    RequestData,
+    ResultAck,
+    TransferResult,
+)
+from kvmesh.transceiver.control import Control, Route
+from kvmesh.transceiver.handshake import Handshake, Introduction
+from kvmesh.transceiver.integrity import PageChecksums
+from kvmesh.transceiver.ledger import Ledger
+from kvmesh.transceiver.local import LocalEngine
+from kvmesh.transceiver.planes.base import DataPlane
+from kvmesh.transceiver.receiver import ReceiverSide
+from kvmesh.transceiver.sender import SenderSide
+from kvmesh.transceiver.tickets import Signer
+from kvmesh.transceiver.timing import TransferTimes, Waiter
+from kvmesh.transceiver.types import PageLease, PeerKey, PoolMemory, TransceiverStats, TransferPoll
+from kvmesh.transceiver.workers import PeerWorkers
+
+__all__ = ["Transceiver", "TransceiverDeadError"]
+
+CLOSE_TIMEOUT_S: Final = 2.0
+
+
+class TransceiverDeadError(RuntimeError):
+    """A thread of the transceiver ended by a defect; transfers cannot go on and the engine must be restarted."""
+
+
+class Transceiver:
+    """See the module; made by :func:`kvmesh.transceiver.factory.create_transceiver`."""
+
+    def __init__(
+        self,
+        *,
+        key: PeerKey,
+        layout: PageLayout,
+        digest: str,
+        pools: Sequence[PoolMemory],
+        plane: DataPlane,
+        cluster_secret: bytes,
+        bind_host: str,
+        checksums: bool,
+        times: TransferTimes,
+        clock: Clock,
+        waiter: Waiter,
+    ) -> None:
+        self.backend_name = plane.name
+        self._plane = plane
+        self._control = Control(str(key), bind_host, self)
+        self._ledger = Ledger(key, clock)
+        self._workers = PeerWorkers("kvmesh-transfer")
+        pool_of_group = [group.pool for group in layout.groups]
+        self._introduction = Introduction(key, plane.name, digest, layout.summary())
+        engine = LocalEngine(
+            key=key,
+            pools=pools,
+            pool_of_group=pool_of_group,
+            tokens_per_block=layout.tokens_per_block,
+            plane=plane,
+            checksums=PageChecksums(pools, pool_of_group) if checksums else None,
+            handshake=Handshake(self._introduction, Signer(cluster_secret, "hello"), plane.describe()),
+            tickets=Signer(cluster_secret, "ticket"),
+            times=times,
+            clock=clock,
+            waiter=waiter,
+            ledger=self._ledger,
+            workers=self._workers,
+            send=self._control.send,
+            dial=self._control.connect,
+            hang_up=self._control.disconnect,
+            watch=self._control.watch,
+            peer_gone=self.on_process_ended,
+        )
+        self._sender = SenderSide(engine)
+        self._receiver = ReceiverSide(engine)
+        self._closed = False
+
+    def start(self) -> None:
+        """Open the control socket.
+
+        Raises:
+            zmq.ZMQError: the address cannot be bound.
+        """
+        self._control.start()
+
+    @property
+    def control_endpoint(self) -> str:
+        """Where generation engines reach this one, e.g. ``tcp://127.0.0.1:41234``."""
+        return self._control.endpoint
+
+    # The context side.
+
+    def respond_and_send(
+        self, transfer_id: int, request_id: str, lease: PageLease, num_tokens: int, seed: int
+    ) -> bytes:
+        """Offer the pages of a finished prompt, and keep ``lease`` until every reader of them is terminal.
+
+        Args:
+            transfer_id: the disaggregated request id.
+            request_id: for logs and the ledger.
+            lease: the pages of the prompt; released by the transceiver, exactly once.
+            num_tokens: length of the prompt.
+            seed: the resolved sampling seed, for the generation server.
+
+        Returns:
+            The msgpack of a :class:`kvmesh.protocol.disagg.HandOff`.
+
+        Raises:
+            DuplicateTransferError: the transfer is open already; the lease stays the caller's.
+            ValueError: the lease does not hold ``num_tokens`` tokens; the lease stays the caller's.
+        """
+        token = self._sender.open(transfer_id, request_id, lease, num_tokens, self.control_endpoint)
+        mine = self._introduction
+        return msgspec.msgpack.encode(
+            HandOff(
+                ticket=token,
+                control_endpoint=self.control_endpoint,
+                instance_id=mine.key.instance_id,
+                epoch=mine.key.epoch,
+                layout_digest=mine.layout_digest,
+                seed=seed,
+            )
+        )
+
+    def check_context_transfer_status(self, at_least: int) -> TransferPoll:
+        """What ended on the context side since the last call; releases the leases of what is over.
+
+        Args:
+            at_least: how many transfers to wait for (clamped to those open), for one
+                ``kv_transfer_sender_future_timeout_ms`` at most; 0 does not wait.
+
+        Raises:
+            TransceiverDeadError: transfers cannot go on.
+        """
+        self._check_alive()
+        return self._sender.poll(at_least)
+
+    # The generation side.
+
+    def request_and_receive(
+        self,
+        transfer_id: int,
+        request_id: str,
+        handoff: HandOff,
+        lease: PageLease,
+        first_missing_block_per_group: Sequence[int],
+    ) -> None:
+        """Ask for the pages of a prompt that are missing here, into the pages of ``lease``, which is kept meanwhile.
+
+        Args:
+            transfer_id: the disaggregated request id.
+            request_id: for logs and the ledger.
+            handoff: what the context server gave.
+            lease: pages for the whole prompt; released by the transceiver, exactly once.
+            first_missing_block_per_group: for every layer group, how many blocks from the left are held already.
+
+        Raises:
+            TicketError: 403; the ticket is forged, expired or for another transfer. The lease stays the caller's.
+            DuplicateTransferError: the transfer is open already. The lease stays the caller's.
+            ValueError: the arguments do not fit together. The lease stays the caller's.
+        """
+        self._receiver.open(transfer_id, request_id, handoff, lease, first_missing_block_per_group)
+
+    def check_gen_transfer_status(self, at_least: int) -> TransferPoll:
+        """What ended on the generation side since the last call; releases the leases of what is over.
+
+        Args:
+            at_least: how many transfers to wait for (clamped to those open), for one
+                ``kv_transfer_poll_interval_ms`` at most, failing those that pass their deadline; 0 does not wait.
+
+        Raises:
+            TransceiverDeadError: transfers cannot go on.
+        """
+        self._check_alive()
+        return self._receiver.poll(at_least)
+
+    def decline(self, transfer_id: int, handoff: HandOff) -> None:
+        """Tell the page owner that its pages will not be asked for, instead of :meth:`request_and_receive`.
+
+        Raises:
+            TicketError: 403, as in :meth:`request_and_receive`.
+        """
+        self._receiver.decline(transfer_id, handoff)
+
+    # Both sides.
+
+    def sweep_timeouts(self) -> list[int]:
+        """Transfers that have become overdue, each once; to be cancelled until :meth:`cancel_request` is True."""
+        return self._sender.sweep() + self._receiver.sweep()
+
+    def cancel_request(self, transfer_id: int) -> bool:
+        """Cancel a transfer; True once nothing touches its pages any more, here or at the peer. Call until True."""
+        sent, received = self._sender.cancel(transfer_id), self._receiver.cancel(transfer_id)
+        return sent and received
+
+    def on_peer_dead(self, instance_id: str, epoch: int) -> None:
+        """``epoch`` and older lives of an instance are known to be dead: they read and write no more."""
+        self._sender.peer_dead(instance_id, epoch)
+        self._receiver.peer_dead(instance_id, epoch)
+
+    def drain_ledger(self) -> list[LedgerEvent]:
+        """State changes since the last call, for the coordinator."""
+        return self._ledger.drain()
+
+    @property
+    def has_tracked_transfers(self) -> bool:
+        """Whether any lease is held here, so that an idle executor must not wait without bound."""
+        tables = (self._sender.table, self._receiver.table)
+        return any(len(table.open) + len(table.quarantine) > 0 for table in tables)
+
+    def stats(self) -> TransceiverStats:
+        """Gauges and counters."""
+        sent, received = self._sender.table, self._receiver.table
+        return TransceiverStats(
+            send_sessions=len(sent.open),
+            receive_sessions=len(received.open),
+            quarantined_pages=sent.quarantine.pages + received.quarantine.pages,
+            links=len(self._receiver.links) + len(self._sender.receivers),
+            started_total=sent.counters.started + received.counters.started,
+            completed_total=sent.counters.completed + received.counters.completed,
+            failed_total=sent.counters.failed + received.counters.failed,
+            cancelled_total=sent.counters.cancelled + received.counters.cancelled,
+            timed_out_total=sent.counters.timed_out + received.counters.timed_out,
+            refused_total=sent.counters.refused,
+            dropped_messages_total=self._control.dropped_total + sent.counters.dropped + received.counters.dropped,
+            bytes_moved_total=sent.counters.nbytes + received.counters.nbytes,
+            pages_moved_total=sent.counters.pages + received.counters.pages,
+            pages_reused_total=received.counters.pages_reused,
+        )
+
+    def shutdown(self) -> None:
+        """Close everything and release every lease; idempotent. Takes a few seconds at most."""
+        if self._closed:
+            return
+        self._closed = True
+        self._sender.table.stop_movers()
+        self._receiver.table.stop_movers()
+        self._control.close(CLOSE_TIMEOUT_S)
+        self._workers.close(CLOSE_TIMEOUT_S)
+        self._plane.close()
+        self._sender.table.close()
+        self._receiver.table.close()
+
+    # The control thread (see ControlHandler).
+
+    def on_message(self, route: Route, message: ControlMessage) -> None:
+        """Hand a message to the side that it concerns; one that comes from the wrong side is ignored."""
+        if isinstance(route, bytes):
+            match message:
+                case Hello():
+                    self._sender.on_hello(route, message)
+                case RequestData():
+                    self._sender.on_request(route, message)
+                case ResultAck():
+                    self._sender.on_ack(route, message)
+                case CancelSession():
+                    self._sender.on_cancel(route, message)
+                case _:
+                    self._control.dropped_total += 1
+            return
+        match message:
+            case HelloReply():
+                self._receiver.on_reply(route, message)
+            case TransferResult():
+                self._receiver.on_result(route, message)
+            case Refused():
+                self._receiver.on_refused(route, message)
+            case CancelSession():
+                self._receiver.on_cancel(route, message)
+            case _:
+                self._control.dropped_total += 1
+
+    def on_connected(self, endpoint: str) -> None:
+        """See :class:`kvmesh.transceiver.control.ControlHandler`."""
+        self._receiver.on_connected(endpoint)
+
+    def on_disconnected(self, endpoint: str) -> None:
+        """See :class:`kvmesh.transceiver.control.ControlHandler`."""
+        self._receiver.on_disconnected(endpoint)
+
+    def on_process_ended(self, peer: PeerKey) -> None:
+        """See :class:`kvmesh.transceiver.control.ControlHandler`."""
+        self.on_peer_dead(peer.instance_id, peer.epoch)
+
+    def _check_alive(self) -> None:
+        if (error := self._control.error or self._workers.error) is not None:
+            raise TransceiverDeadError(f"a transfer thread ended: {error!r}") from error
