@@ -1,0 +1,97 @@
+# Set up and run KVMesh. `make help` lists the targets and variables.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+# Variables, for the command line or the environment.
+ifndef PYTHON
+PYTHON := $(shell for name in python3 python3.13 python3.12 python3.11; do \
+	if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$name; break; fi; done)
+endif
+VENV ?= .venv
+TORCH_INDEX ?=
+ARGS ?=
+BENCH ?= *
+
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check \
+	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --constraint constraints.txt
+
+# What the install is made from: the native library is built by the install itself.
+NATIVE := $(shell find gpu_kernels -name '*.cpp' -o -name '*.cc' -o -name '*.c' -o -name '*.cu' -o -name '*.h' \
+	-o -name '*.hpp' -o -name '*.cuh')
+INSTALLED_FROM := pyproject.toml constraints.txt hatch_build.py gpu_kernels/kvmesh/kernels/build.py $(NATIVE)
+
+.PHONY: help up down test lint bench clean venv check
+
+help: ## Show this help
+	@echo "Targets:"
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
+	@echo "Variables:"
+	@echo "  PYTHON      interpreter for the environment, 3.11 or newer (now: $(or $(PYTHON),none found))"
+	@echo "  VENV        where the environment is (now: $(VENV))"
+	@echo "  TORCH_INDEX extra package index that has another build of torch, such as"
+	@echo "              https://download.pytorch.org/whl/cpu or https://download.pytorch.org/whl/cu130;"
+	@echo "              empty: whatever the default index has. Run 'make clean' before changing it"
+	@echo "  ARGS        arguments for 'kvmesh up', pytest or a benchmark: make up ARGS='--generation 2'"
+	@echo "  BENCH       one benchmark of benchmarks/ instead of all: make bench BENCH=engine"
+
+up: $(VENV)/.engine ## Set up and start a mesh in the foreground; Ctrl-C stops it
+	@exec $(BIN)/kvmesh up $(ARGS)
+
+down: ## Stop the mesh that runs in the background
+	@if [ -x $(BIN)/kvmesh ]; then exec $(BIN)/kvmesh down; fi
+
+test: $(VENV)/.dev ## Set up and run the tests
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.dev ## Check style and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: $(VENV)/.dev ## Run the benchmarks
+	@for file in benchmarks/$(BENCH).py; do echo "== $$file"; $(BIN)/python "$$file" $(ARGS); done
+
+venv: $(VENV)/.dev ## Set up the environment with everything for development
+
+clean: ## Remove the environment and everything built
+	@rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find services shared gpu_kernels tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find gpu_kernels -name '*.so' -type f -delete
+
+$(VENV)/.pip: | check
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --upgrade 'pip>=24'
+	@touch $@
+
+$(VENV)/.engine: $(INSTALLED_FROM) | $(VENV)/.pip
+	@$(PIP_INSTALL) --editable '.[engine]'
+	@touch $@
+
+$(VENV)/.dev: $(INSTALLED_FROM) | $(VENV)/.pip
+	@$(PIP_INSTALL) --editable '.[engine,dev,bench]'
+	@touch $@ $(VENV)/.engine
+
+# Name everything that is missing at once, with the command that installs it.
+check:
+	@missing=""; packages=""; \
+	if [ -z "$(PYTHON)" ] || ! version=$$($(PYTHON) -c \
+		'import sys; assert sys.version_info >= (3, 11); print("%d.%d" % sys.version_info[:2])' 2>/dev/null); then \
+		missing="$$missing python-3.11-or-newer"; \
+		if apt-cache show python3.11 >/dev/null 2>&1; then name=python3.11; else name=python3; fi; \
+		packages="$$packages $$name $$name-venv $$name-dev"; \
+	else \
+		$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+			{ missing="$$missing venv"; packages="$$packages python$$version-venv"; }; \
+		$(PYTHON) -c 'import os, sysconfig; assert os.path.exists(sysconfig.get_path("include") + "/Python.h")' \
+			2>/dev/null || { missing="$$missing Python.h"; packages="$$packages python$$version-dev"; }; \
+	fi; \
+	command -v "$${CXX:-g++}" >/dev/null || { missing="$$missing $${CXX:-g++}"; packages="$$packages g++"; }; \
+	if [ -n "$$missing" ]; then \
+		echo "Missing:$$missing. Install with:" >&2; \
+		echo "  sudo apt-get update && sudo apt-get install -y$$packages" >&2; \
+		exit 1; \
+	fi
