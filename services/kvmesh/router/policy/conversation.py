@@ -15,6 +15,8 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from kvmesh.router.policy.sessions import SessionMatch, SessionTable, prefix_hashes
 from kvmesh.router.policy.types import Candidate, Decision, Question, Scored, take_turns
 
@@ -110,9 +112,5 @@ class Conversation:
 
     def _hashes(self, question: Question) -> tuple[int, ...]:
         by_ids = self._args.use_token_ids or question.text is None
-        units = question.token_ids if by_ids else question.text
-        return prefix_hashes(
-            units if units is not None else (),
-            units_per_block=self._args.tokens_per_block,
-            skip=self._args.hash_skip_count,
-        )
+        units = np.asarray(question.token_ids).tolist() if by_ids else question.text
+        return prefix_hashes(units or (), units_per_block=self._args.tokens_per_block, skip=self._args.hash_skip_count)

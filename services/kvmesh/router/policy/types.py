@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 
 __all__ = ["Candidate", "Decision", "Policy", "Question", "Scored", "take_turns"]
 
@@ -33,7 +34,7 @@ class Question(NamedTuple):
     """The request to place."""
 
     prompt_tokens: int
-    token_ids: Sequence[int] = ()
+    token_ids: np.ndarray | Sequence[int] = ()
     text: str | None = None
     """The prompt's text, when it has one."""
     conversation_id: str | None = None

@@ -6,7 +6,7 @@ Choice ``j`` of prompt ``i`` has index ``i * n + j``, as in OpenAI's API.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -18,7 +18,6 @@ from kvmesh.protocol.openai.sampling import resolve_seed
 __all__ = [
     "MAX_SEQUENCES",
     "SequenceSpec",
-    "SingleRequest",
     "fan_out",
     "merge_responses",
     "merge_usage",
@@ -28,8 +27,6 @@ __all__ = [
 
 MAX_SEQUENCES = 2048
 """Prompts times ``n`` of one request: a limit that keeps one request from filling every queue."""
-
-SingleRequest = TypeVar("SingleRequest", CompletionRequest, ChatCompletionRequest)
 
 
 class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,9 +81,17 @@ def fan_out(request: CompletionRequest | ChatCompletionRequest) -> list[Sequence
 
 
 def single_request(
-    request: SingleRequest, sequence: SequenceSpec, *, prompt_token_ids: list[int], max_tokens: int, request_id: str
-) -> SingleRequest:
-    """The request of one sequence, everything that the router resolves being resolved; the original is not changed."""
+    request: CompletionRequest | ChatCompletionRequest,
+    sequence: SequenceSpec,
+    *,
+    prompt_token_ids: list[int],
+    max_tokens: int | None,
+    request_id: str,
+) -> CompletionRequest | ChatCompletionRequest:
+    """The request of one sequence, everything that the router resolves being resolved; the original is not changed.
+
+    ``max_tokens`` of None leaves the limit to the worker.
+    """
     if isinstance(request, ChatCompletionRequest):
         return msgspec.structs.replace(
             request,

@@ -1,0 +1,206 @@
+"""One try to serve a sequence: place it, prefill, hand off, decode; or all of it at one server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from functools import partial
+
+import msgspec
+
+from kvmesh.net.faults import fault_point
+from kvmesh.protocol.disagg import CtxUsage
+from kvmesh.protocol.errors import ApiError
+from kvmesh.protocol.openai.responses import encode
+from kvmesh.router.answer import Answer, EventSource, StreamAnswer, WholeAnswer, broken_off, error_in, has_error
+from kvmesh.router.cluster import Server
+from kvmesh.router.dialects.base import Dialect, Outgoing, Prefilled
+from kvmesh.router.explain import Attempt
+from kvmesh.router.ids import TransferIds
+from kvmesh.router.legs import LegFailure, Legs, failure_of
+from kvmesh.router.plan import Avoid, Placement, Planner
+from kvmesh.router.rewrite import as_events, rewrite_usage, rewrite_usage_events
+from kvmesh.router.upstream import UpstreamBrokenError
+from kvmesh.router.work import Work
+
+__all__ = ["Abort", "Attempts"]
+
+Abort = Callable[[Server, Outgoing], None]
+"""Sends an abort in the background: nothing waits for it, and the transfer's own deadline stands behind it."""
+
+
+class _HandOff:
+    """Pages that wait at a context server for a generation server to fetch them."""
+
+    def __init__(self, server: Server, dialect: Dialect, transfer_id: int, prefilled: Prefilled, abort: Abort) -> None:
+        self.server = server
+        self.dialect = dialect
+        self.transfer_id = transfer_id
+        self.prefilled = prefilled
+        self.fetched = False
+        self._abort = abort
+
+    @property
+    def truth(self) -> CtxUsage | None:
+        """Usage to put into the generation server's answer; None when it is there already."""
+        return self.prefilled.usage if self.dialect.rewrites_usage else None
+
+    def close(self) -> None:
+        """The sequence is over: if it did not end well the pages may still be waiting."""
+        if not self.fetched and (abort := self.dialect.abort(self.transfer_id)) is not None:
+            self._abort(self.server, abort)
+
+
+class Attempts:
+    """Makes tries.
+
+    Args:
+        planner: places sequences.
+        legs: sends legs.
+        dialects: by name.
+        ids: makes transfer ids.
+        abort: tells a context server that nobody will come for its pages.
+    """
+
+    def __init__(
+        self, planner: Planner, legs: Legs, dialects: Mapping[str, Dialect], ids: TransferIds, *, abort: Abort
+    ) -> None:
+        self._planner = planner
+        self._legs = legs
+        self._dialects = dialects
+        self._ids = ids
+        self._send_abort = abort
+        self._aborts = 0
+        self._modes = {"disaggregated": 0, "local": 0, "aggregated": 0}
+        self._prefill_only = 0
+
+    def statistics(self) -> dict[str, float]:
+        """Sequences begun by the way they went, and hand-offs that nobody fetched."""
+        return {
+            **{f"sequences_{mode}_total": float(count) for mode, count in self._modes.items()},
+            "sequences_prefill_only_total": self._prefill_only,
+            "aborted_hand_offs_total": self._aborts,
+        }
+
+    async def run(self, work: Work, record: Attempt, avoid: Avoid, stack: AsyncExitStack) -> Answer:
+        """One try; what the answer still needs open is put on ``stack``.
+
+        Raises:
+            LegFailure: a server failed.
+            ApiError: nobody can serve it, or a server's answer makes no sense.
+        """
+        placement = self._planner.place(work, avoid)
+        record.mode = placement.mode
+        work.explanation.attempts.append(record)
+        self._modes[placement.mode] += 1
+        if placement.mode == "disaggregated":
+            return await self._disaggregated(work, placement, record, avoid, stack)
+        if placement.mode == "local":
+            record.generation = placement.decision
+        else:
+            record.context = placement.decision
+        dialect = self._dialects[placement.server.member.dialect]
+        return await self._answer(work, placement.server, dialect.whole(work), None, stack)
+
+    async def _disaggregated(
+        self, work: Work, placement: Placement, record: Attempt, avoid: Avoid, stack: AsyncExitStack
+    ) -> Answer:
+        server = placement.server
+        dialect = self._dialects[server.member.dialect]
+        record.context = placement.decision
+        transfer_id = record.transfer_id = self._ids.next()
+        tokens = self._planner.uncached_tokens(work, server.member.instance_id)
+        body = await self._legs.whole(server, dialect.prefill(work, transfer_id), work.headers, tokens=tokens)
+        prefilled = dialect.read_prefill(work, body)
+        work.prefilled_at(server.member.instance_id)
+        if prefilled.finished:
+            self._prefill_only += 1
+            return _finished(work, prefilled)
+        hand_off = _HandOff(server, dialect, transfer_id, prefilled, self._abort)
+        stack.callback(hand_off.close)
+        fault_point("router.between_legs")
+        return await self._second_leg(work, hand_off, record, avoid, stack)
+
+    async def _second_leg(
+        self, work: Work, hand_off: _HandOff, record: Attempt, avoid: Avoid, stack: AsyncExitStack
+    ) -> Answer:
+        outgoing = hand_off.dialect.decode(work, hand_off.prefilled, hand_off.transfer_id)
+        while True:
+            try:
+                placement = self._planner.place_generation(work, hand_off.server.member, avoid)
+            except ApiError as error:
+                # Another pair may still be whole: that is for a further try to find out.
+                raise LegFailure(hand_off.server.member.instance_id, error, retryable=True) from None
+            record.generation = placement.decision
+            try:
+                return await self._answer(work, placement.server, outgoing, hand_off, stack)
+            except LegFailure as failure:
+                if not failure.unreachable:
+                    raise
+                avoid.down.add(failure.instance_id)  # nothing was sent: the hand-off is good for another server
+
+    async def _answer(
+        self, work: Work, server: Server, outgoing: Outgoing, hand_off: _HandOff | None, stack: AsyncExitStack
+    ) -> Answer:
+        """The leg that produces the client's answer: the second one, or the only one."""
+        tokens, second = work.prompt_tokens, hand_off is not None
+        truth = None if hand_off is None else hand_off.truth
+
+        def ended(well: bool) -> None:
+            if hand_off is not None:
+                hand_off.fetched = well
+            server.breaker.succeeded() if well else server.breaker.failed()
+
+        if not work.request.stream:
+            body = await self._legs.whole(server, outgoing, work.headers, tokens=tokens, second=second)
+            ended(well=True)
+            work.prefilled_at(server.member.instance_id)
+            return WholeAnswer(body if truth is None else _with_usage(body, truth))
+        response = await stack.enter_async_context(
+            self._legs.open(server, outgoing, work.headers, tokens=tokens, second=second)
+        )
+        source = EventSource(response)
+        first = await _first_events(server, source, second=second)
+        work.prefilled_at(server.member.instance_id)
+        rewrite = None if truth is None else partial(rewrite_usage_events, truth=truth)
+        return StreamAnswer(first, source, rewrite=rewrite, on_end=ended)
+
+    def _abort(self, server: Server, outgoing: Outgoing) -> None:
+        self._aborts += 1
+        self._send_abort(server, outgoing)
+
+
+async def _first_events(server: Server, source: EventSource, *, second: bool) -> bytes:
+    """The first events of a stream. An error among them is a failed leg like any other: the client saw nothing yet."""
+    instance_id = server.member.instance_id
+    try:
+        first = await source.next()
+    except UpstreamBrokenError as error:
+        server.breaker.failed()
+        raise LegFailure(instance_id, broken_off(str(error)), retryable=True) from error
+    if not first:
+        server.breaker.failed()
+        raise LegFailure(instance_id, broken_off("before its first event"), retryable=True)
+    if has_error(first):
+        good, error_event = error_in(first)
+        if not good:
+            raise failure_of(instance_id, error_event, second=second)
+    return first
+
+
+def _finished(work: Work, prefilled: Prefilled) -> Answer:
+    """The context server's answer as the client's: there is nothing to generate."""
+    if not work.request.stream:
+        return WholeAnswer(encode(prefilled.response))
+    return StreamAnswer(as_events(work.kind, prefilled.response, include_usage=work.request.include_usage))
+
+
+def _with_usage(body: bytes, truth: CtxUsage) -> bytes:
+    try:
+        response = msgspec.json.decode(body)
+        rewrite_usage(response, truth)
+    except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
+        raise ApiError(
+            502, "The generation server's answer has no usage.", type="server_error", code="bad_generation_answer"
+        ) from None
+    return encode(response)

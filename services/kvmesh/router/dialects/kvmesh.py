@@ -1,0 +1,124 @@
+"""KVMesh's own workers, and TensorRT-LLM's: OpenAI requests with ``disaggregated_params``, context first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvmesh.protocol.disagg import CtxUsage, DisaggregatedParams
+from kvmesh.protocol.errors import ApiError
+from kvmesh.protocol.openai.requests import ApiKind, ChatCompletionRequest, CompletionRequest
+from kvmesh.protocol.openai.responses import encode
+from kvmesh.router.dialects.base import Outgoing, Prefilled
+from kvmesh.router.work import Work
+
+__all__ = ["KvMeshDialect"]
+
+PATHS: dict[ApiKind, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+UNFINISHED = ("length", "not_finished")
+"""Finish reasons of a context leg that has more to come: TensorRT-LLM's servers say ``length`` after one token."""
+
+_INTERNAL_CHOICE_FIELDS = ("disaggregated_params", "prompt_token_ids", "token_ids")
+
+
+class KvMeshDialect:
+    """See :class:`kvmesh.router.dialects.base.Dialect`."""
+
+    name = "kvmesh"
+    rewrites_usage = True
+    """KVMesh's generation servers repeat ``ctx_usage``; TensorRT-LLM's, which speak the same protocol, do not."""
+
+    def whole(self, work: Work) -> Outgoing:
+        """See :class:`kvmesh.router.dialects.base.Dialect`."""
+        return Outgoing(PATHS[work.kind], encode(_leg(work.request, None, stream=work.request.stream)))
+
+    def prefill(self, work: Work, transfer_id: int) -> Outgoing:
+        """See :class:`kvmesh.router.dialects.base.Dialect`."""
+        params = DisaggregatedParams(
+            request_type="context_only", disagg_request_id=transfer_id, conversation_id=work.conversation_id
+        )
+        return Outgoing(PATHS[work.kind], encode(_leg(work.request, params, stream=None)))
+
+    def read_prefill(self, work: Work, body: bytes) -> Prefilled:
+        """See :class:`kvmesh.router.dialects.base.Dialect`."""
+        try:
+            response = msgspec.json.decode(body)
+            choices = response["choices"]
+            [choice] = choices
+            finish_reason = choice["finish_reason"]
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+            raise _incomplete("exactly one choice") from None
+        usage = _usage(response, work)
+        # Only this router knows how many tokens were asked for: "length" after one of one is the end.
+        finished = finish_reason not in UNFINISHED or work.first_token_only
+        handoff = _handoff(choice, required=not finished)
+        if finished and finish_reason == "not_finished":
+            choice["finish_reason"] = "length"
+        for field in _INTERNAL_CHOICE_FIELDS:
+            if field == "disaggregated_params" or not work.request.return_token_ids:
+                choice.pop(field, None)
+        return Prefilled(finished, handoff, usage, response)
+
+    def decode(self, work: Work, prefilled: Prefilled, transfer_id: int) -> Outgoing:
+        """See :class:`kvmesh.router.dialects.base.Dialect`."""
+        params = msgspec.structs.replace(
+            prefilled.handoff,
+            request_type="generation_only",
+            disagg_request_id=transfer_id,
+            conversation_id=work.conversation_id,
+            ctx_usage=prefilled.usage,
+        )
+        return Outgoing(PATHS[work.kind], encode(_leg(work.request, params, stream=work.request.stream)))
+
+    def abort(self, transfer_id: int) -> Outgoing:
+        """See :class:`kvmesh.router.dialects.base.Dialect`."""
+        return Outgoing("/abort", encode({"disagg_request_id": transfer_id}))
+
+
+def _leg(
+    request: CompletionRequest | ChatCompletionRequest, params: DisaggregatedParams | None, *, stream: bool | None
+) -> CompletionRequest | ChatCompletionRequest:
+    """A worker's request: one leg of a single sequence.
+
+    A conversation has been rendered and tokenised: its last message alone goes along, as the field is required.
+    """
+    options = request.stream_options if stream else None
+    if isinstance(request, ChatCompletionRequest):
+        return msgspec.structs.replace(
+            request, messages=request.messages[-1:], stream=stream, stream_options=options, disaggregated_params=params
+        )
+    return msgspec.structs.replace(request, stream=stream, stream_options=options, disaggregated_params=params)
+
+
+def _usage(response: dict[str, Any], work: Work) -> CtxUsage:
+    usage = response.get("usage") or {}
+    details = usage.get("prompt_tokens_details") or {}
+    return CtxUsage(
+        prompt_tokens=usage.get("prompt_tokens", work.prompt_tokens), cached_tokens=details.get("cached_tokens") or 0
+    )
+
+
+def _handoff(choice: dict[str, Any], *, required: bool) -> DisaggregatedParams:
+    raw = choice.get("disaggregated_params")
+    if raw is None:
+        if required:
+            raise _incomplete("disaggregated_params")
+        return DisaggregatedParams(request_type="context_only")
+    try:
+        handoff = msgspec.convert(raw, DisaggregatedParams)
+    except msgspec.ValidationError as error:
+        raise _incomplete(f"disaggregated_params ({error})") from None
+    for field in ("ctx_request_id", "disagg_request_id") if required else ():
+        if getattr(handoff, field) is None:
+            raise _incomplete(f"disaggregated_params.{field}")
+    return handoff
+
+
+def _incomplete(what: str) -> ApiError:
+    return ApiError(
+        502,
+        f"The context server's answer lacks {what}; check that its version fits the router's.",
+        type="server_error",
+        code="bad_context_answer",
+    )

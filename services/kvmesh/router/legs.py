@@ -1,0 +1,139 @@
+"""One leg: a request to one server, counted in its load, judged for its breaker, failures sorted by what they allow."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+from kvmesh.protocol.errors import ApiError, unavailable
+from kvmesh.router.answer import broken_off
+from kvmesh.router.cluster import Server
+from kvmesh.router.dialects.base import Outgoing
+from kvmesh.router.loads import Loads
+from kvmesh.router.upstream import (
+    Upstream,
+    UpstreamBrokenError,
+    UpstreamResponse,
+    UpstreamUnreachableError,
+    error_from_body,
+)
+
+__all__ = ["LegFailure", "Legs", "failure_of"]
+
+_RETRYABLE = frozenset({429, 500, 502, 503})
+_SICK = frozenset({500, 502})
+"""Statuses by which a server shows that it is not well; being busy or shutting down is no sickness."""
+_HAND_OFF_REFUSED = frozenset({400, 403, 404, 409, 410, 422})
+"""From a second leg these concern the hand-off, which the client knows nothing of: its request passed the first leg."""
+
+
+class LegFailure(Exception):  # noqa: N818 (an outcome that steers the retries; the error for the client is inside)
+    """A leg that failed.
+
+    Attributes:
+        instance_id: the server.
+        error: what the client is told when nothing else works.
+        unreachable: nothing was sent.
+        retryable: another try may succeed.
+    """
+
+    def __init__(
+        self, instance_id: str, error: ApiError, *, unreachable: bool = False, retryable: bool = False
+    ) -> None:
+        super().__init__(f"{instance_id}: {error.message}")
+        self.instance_id = instance_id
+        self.error = error
+        self.unreachable = unreachable
+        self.retryable = retryable
+
+
+class Legs:
+    """Sends legs.
+
+    Args:
+        upstream: connections to workers.
+        loads: where legs are counted.
+    """
+
+    def __init__(self, upstream: Upstream, loads: Loads) -> None:
+        self._upstream = upstream
+        self._loads = loads
+
+    @asynccontextmanager
+    async def open(
+        self, server: Server, outgoing: Outgoing, headers: Mapping[str, str], *, tokens: int, second: bool = False
+    ) -> AsyncIterator[UpstreamResponse]:
+        """The head of a good answer; its body is read, and the load counted, within the block.
+
+        Args:
+            server: whom to ask.
+            outgoing: what to ask.
+            headers: sent along.
+            tokens: what the request adds to the server's load.
+            second: whether this is the second leg of a disaggregated request.
+
+        Raises:
+            LegFailure: no connection, or another status than 200.
+        """
+        instance_id = server.member.instance_id
+        with self._loads.track(instance_id, tokens):
+            try:
+                response = await self._upstream.post(f"{server.member.url}{outgoing.path}", outgoing.body, headers)
+            except UpstreamUnreachableError as down:
+                server.breaker.unreachable()
+                raise LegFailure(
+                    instance_id,
+                    unavailable("No server could be reached; send the request again in a moment.", code="unreachable"),
+                    unreachable=True,
+                ) from down
+            except UpstreamBrokenError as error:
+                server.breaker.failed()
+                raise LegFailure(instance_id, broken_off(str(error)), retryable=True) from error
+            try:
+                if response.status != 200:
+                    raise await self._refusal(server, response, second=second)
+                yield response
+            finally:
+                response.close()
+
+    async def whole(
+        self, server: Server, outgoing: Outgoing, headers: Mapping[str, str], *, tokens: int, second: bool = False
+    ) -> bytes:
+        """The whole body of a good answer.
+
+        Raises:
+            LegFailure: no connection, another status than 200, or it broke off.
+        """
+        async with self.open(server, outgoing, headers, tokens=tokens, second=second) as response:
+            try:
+                body = await response.read()
+            except UpstreamBrokenError as error:
+                server.breaker.failed()
+                raise LegFailure(server.member.instance_id, broken_off(str(error)), retryable=True) from error
+        server.breaker.succeeded()
+        return body
+
+    async def _refusal(self, server: Server, response: UpstreamResponse, *, second: bool) -> LegFailure:
+        try:
+            body = await response.read()
+        except UpstreamBrokenError as broken:
+            server.breaker.failed()
+            return LegFailure(server.member.instance_id, broken_off(str(broken)), retryable=True)
+        if response.status in _SICK:
+            server.breaker.failed()
+        error = error_from_body(response.status, body, response.retry_after_s)
+        return failure_of(server.member.instance_id, error, second=second)
+
+
+def failure_of(instance_id: str, error: ApiError, *, second: bool) -> LegFailure:
+    """Sort a server's error by its status."""
+    if second and error.status in _HAND_OFF_REFUSED:
+        error = ApiError(
+            502,
+            f"The generation server refused what the context server handed on: {error.message}",
+            type="server_error",
+            code=error.code or "hand_off_refused",
+        )
+    if error.status in (429, 503) and error.retry_after_s is None:
+        error.retry_after_s = 1
+    return LegFailure(instance_id, error, retryable=error.status in _RETRYABLE)
