@@ -111,6 +111,8 @@ class Executor:
             seq = self._intake.admit(request, self.num_waiting)
         except ApiError as error:
             self._outbox.fail(request.request_id, error)
+            if self._desk is not None and (handoff := self._intake.handoff_of(request)) is not None:
+                self._desk.decline(request.transfer_id, handoff)
             return
         self._live[seq.request_id] = seq
         if seq.deadline_s is not None:
@@ -166,8 +168,7 @@ class Executor:
     def _settle_transfers(self) -> None:
         if self._desk is None:
             return
-        self._desk.sweep()
-        for end in self._desk.poll():
+        for end in self._desk.look():
             if end.error is None:
                 self._received(end.seq)
             else:
@@ -261,7 +262,11 @@ class Executor:
         handoff = b""
         if reason == "not_finished":
             assert self._desk is not None
-            handoff = self._desk.send(seq)
+            try:
+                handoff = self._desk.send(seq)
+            except ApiError as error:
+                self._fail(seq, error)
+                return
         seq.timings.finished_ns = self._clock.unix_ns()
         self._outbox.tokens(seq, token_ids, logprobs, finish=reason, handoff=handoff)
         self._retire(seq, trusted=True)
@@ -275,6 +280,8 @@ class Executor:
         if seq.phase is Phase.RECEIVING and self._desk is not None:
             self._desk.cancel(seq.transfer_id)
             trusted = False  # Its pages may be half written; the transfer's lease outlives the cache.
+        elif seq.handoff is not None and self._desk is not None:
+            self._desk.decline(seq.transfer_id, seq.handoff)
         self._scheduler.remove(seq)
         if seq.cache is not None:
             if trusted:

@@ -99,6 +99,15 @@ class Intake:
             timings=RequestTimings(arrived_ns=self._clock.unix_ns()),
         )
 
+    def handoff_of(self, request: Generate) -> HandOff | None:
+        """The hand-off that came with a request, if it can be read; for declining it when the request is refused."""
+        if request.kind != "generation":
+            return None
+        try:
+            return self._handoff_decoder.decode(request.handoff)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return None
+
     def _prompt(self, request: Generate) -> TokenArray:
         data = request.prompt_token_ids
         if not data or len(data) % _TOKEN_BYTES:

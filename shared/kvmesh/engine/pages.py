@@ -5,15 +5,14 @@ Computed tokens are committed for reuse whenever a block is full, and the traili
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
 
 from kvmesh.cache.manager import KvCacheManager
+from kvmesh.cache.pages import PageCounts
 from kvmesh.engine.sequence import Sequence
 from kvmesh.engine.tokens import TokenArray
 
 __all__ = ["SequencePages"]
-
-_NO_TOKENS: TokenArray = np.empty(0, dtype=np.int32)
 
 
 class SequencePages:
@@ -21,28 +20,24 @@ class SequencePages:
 
     Args:
         manager: the cache of this engine.
-        tokens_per_block: tokens in one page.
-        num_groups: layer groups of the page layout.
     """
 
-    def __init__(self, manager: KvCacheManager, *, tokens_per_block: int, num_groups: int) -> None:
+    def __init__(self, manager: KvCacheManager) -> None:
         self._manager = manager
-        self._num_groups = num_groups
-        self.tokens_per_block = tokens_per_block
+        self._layout = manager.layout
+        self.tokens_per_block = manager.layout.tokens_per_block
 
     def blocks_for(self, num_tokens: int) -> int:
         """See :class:`~kvmesh.engine.scheduler.Pages`."""
-        return -(-num_tokens // self.tokens_per_block)
+        return self._layout.num_blocks(num_tokens)
 
     def reservable_blocks(self) -> int:
         """See :class:`~kvmesh.engine.scheduler.Pages`."""
-        stats = self._manager.stats()
-        return stats.total - stats.leased
+        return self._smallest(lambda counts: counts.total - counts.held - counts.quarantined)
 
     def available_blocks(self) -> int:
         """See :class:`~kvmesh.engine.scheduler.Pages`."""
-        stats = self._manager.stats()
-        return stats.free + stats.evictable
+        return self._smallest(lambda counts: counts.free + counts.evictable)
 
     def matched(self, seq: Sequence) -> int:
         """See :class:`~kvmesh.engine.scheduler.Pages`."""
@@ -50,7 +45,9 @@ class SequencePages:
 
     def open(self, seq: Sequence, *, match: bool = True) -> bool:
         """See :class:`~kvmesh.engine.scheduler.Pages`."""
-        cache = self._manager.create(seq.scope, seq.history.all() if match else _NO_TOKENS, seq.request_id)
+        cache = self._manager.create(
+            seq.scope, self._offered(seq) if match else seq.history.slice(0, 1), seq.request_id
+        )
         if not cache.resume():
             cache.close()
             return False
@@ -77,7 +74,7 @@ class SequencePages:
         """
         prompt = seq.history.prompt_length
         held = self.blocks_for(prompt) if seq.num_computed >= prompt else seq.num_computed // self.tokens_per_block
-        return [held] * self._num_groups
+        return [held] * len(self._layout.groups)
 
     def receive(self, seq: Sequence) -> None:
         """The whole prompt's KV has arrived in the sequence's pages; they become reusable."""
@@ -86,17 +83,32 @@ class SequencePages:
 
     def release(self, seq: Sequence) -> None:
         """See :class:`~kvmesh.engine.scheduler.Pages`."""
-        assert seq.cache is not None
         self._commit(seq)
-        seq.cache.stop_committing()
         self.discard(seq)
 
     def discard(self, seq: Sequence) -> None:
-        """Detach the cache and forget what is not committed: its contents are not to be trusted, or not there yet."""
+        """Detach the cache without a further commit: what was not committed is not to be trusted, or not there yet."""
         if seq.cache is not None:
             seq.cache.close()
             seq.cache = None
         seq.num_computed = 0
+
+    def _offered(self, seq: Sequence) -> TokenArray:
+        """The tokens whose cached prefix a new cache may take."""
+        tokens = seq.history.all()
+        if not seq.awaits_transfer:
+            return tokens
+        found = self._manager.match(seq.scope, tokens)
+        if found.num_tokens >= seq.history.prompt_length:
+            return tokens
+        # Only whole blocks: a copied part of a block would be in the way of the peer that sends the block whole, and
+        # must not become reusable if that goes wrong.
+        return tokens[: found.num_full_blocks * self.tokens_per_block + 1]
+
+    def _smallest(self, pages_of: Callable[[PageCounts], int]) -> int:
+        """Blocks that the scarcest pool has ``pages_of`` for."""
+        pools = zip(self._manager.stats().pools, self._layout.pools, strict=True)
+        return min(pages_of(counts) // len(pool.groups) for counts, pool in pools)
 
     def _commit(self, seq: Sequence) -> None:
         assert seq.cache is not None

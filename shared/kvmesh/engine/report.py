@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvmesh.cache.manager import CacheIntegrityError, KvCacheManager
+from kvmesh.cache.errors import CacheIntegrityError
+from kvmesh.cache.manager import KvCacheManager
 from kvmesh.engine.executor import Executor
 from kvmesh.engine.transfers import TransferDesk
 from kvmesh.events.factory import EventSource
@@ -120,12 +121,13 @@ class EngineReporter:
             pages_evictable=cache.evictable,
             pages_held=cache.held,
             pages_locked=cache.locked,
+            pages_quarantined=cache.quarantined,
             prompt_tokens_total=counters.prompt_tokens,
             cached_tokens_total=counters.cached_tokens,
             prefilled_tokens_total=counters.prefilled_tokens,
             generated_tokens_total=counters.generated_tokens,
             preemptions_total=counters.preemptions,
-            evicted_pages_total=cache.evicted_total,
+            evicted_pages_total=cache.counters.evicted_pages,
             integrity_checks_total=counters.integrity_checks,
             integrity_failures_total=counters.integrity_failures,
         )
@@ -140,7 +142,6 @@ class EngineReporter:
     def _add_transfers(stats: EngineStats, desk: TransferDesk) -> None:
         transfers = desk.transceiver.stats()
         stats.in_transfer += transfers.send_sessions
-        stats.pages_quarantined = transfers.quarantined_pages
         stats.transfers_started_total = transfers.started_total
         stats.transfers_completed_total = transfers.completed_total
         stats.transfers_failed_total = transfers.failed_total

@@ -13,8 +13,7 @@ from kvmesh.protocol.engine import RequestKind, RequestTimings
 from kvmesh.protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from kvmesh.cache.manager import KvCache
-
+    from kvmesh.cache.sequence import KvCache
     from kvmesh.hashing import ReuseScope
 
 __all__ = ["Phase", "Sequence"]

@@ -6,18 +6,20 @@ asked may go away at any time; the transceiver keeps the lease until every reade
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
 from kvmesh.config import CacheTransceiverConfig
 from kvmesh.engine.sequence import Sequence
 from kvmesh.net.clock import Clock
-from kvmesh.protocol.errors import ApiError
-from kvmesh.transceiver import Transceiver
-from kvmesh.transceiver.timing import idle_wait_ms
-from kvmesh.transceiver.types import TransferPoll
+from kvmesh.protocol.disagg import HandOff
+from kvmesh.protocol.errors import ApiError, bad_request
+from kvmesh.transceiver import TicketError, Transceiver, TransferFailure, TransferPoll, idle_wait_ms
 
 __all__ = ["TransferDesk", "TransferEnd", "poll_pause_s"]
 
+
+_FORBIDDEN = 403
 
 SHORTEST_PAUSE_S = 0.001
 """The polling step of a transfer that has just begun."""
@@ -87,13 +89,20 @@ class TransferDesk:
         """Offer the pages of a finished prompt; returns the hand-off for the generation server.
 
         The lease outlives the sequence's cache, which may be closed right after.
+
+        Raises:
+            ApiError: 400, a transfer with this id is open already.
         """
         assert seq.cache is not None
         length = seq.history.prompt_length
         lease = seq.cache.hold(length)
-        handoff = self.transceiver.respond_and_send(
-            seq.transfer_id, seq.request_id, lease, num_tokens=length, seed=seq.params.seed
-        )
+        try:
+            handoff = self.transceiver.respond_and_send(
+                seq.transfer_id, seq.request_id, lease, num_tokens=length, seed=seq.params.seed
+            )
+        except ValueError as error:
+            lease.release()
+            raise bad_request(f"The KV cache cannot be offered: {error}.", param="disaggregated_params") from error
         self._sending[seq.transfer_id] = seq.request_id
         self._changed_s = self._clock.monotonic_s()
         return handoff
@@ -102,32 +111,47 @@ class TransferDesk:
         """Ask for the blocks of a prompt from ``first_missing_blocks`` (one per layer group) on.
 
         Raises:
-            ApiError: the hand-off is not accepted (403), or its sender cannot be reached or does not fit (503).
+            ApiError: the hand-off is not accepted (403), or is not for this prompt (400).
         """
         assert seq.cache is not None
         assert seq.handoff is not None
         lease = seq.cache.hold(seq.history.prompt_length)
-        self.transceiver.request_and_receive(seq.transfer_id, seq.request_id, seq.handoff, lease, first_missing_blocks)
+        try:
+            self.transceiver.request_and_receive(
+                seq.transfer_id, seq.request_id, seq.handoff, lease, first_missing_blocks
+            )
+        except TicketError:
+            lease.release()
+            raise
+        except ValueError as error:
+            lease.release()
+            raise bad_request(
+                f"The hand-off does not fit the request: {error}.", param="disaggregated_params", code="invalid_handoff"
+            ) from error
         seq.timings.transfer_start_ns = self._clock.unix_ns()
         self._receiving[seq.transfer_id] = seq
         self._changed_s = self._clock.monotonic_s()
 
-    def sweep(self) -> None:
-        """Flag transfers past their deadline and go on cancelling; called in every iteration, idle ones too."""
-        if self.is_tracking:
-            self.transceiver.sweep_timeouts()
-        self._cancelling = {open_id for open_id in self._cancelling if not self.transceiver.cancel_request(open_id)}
+    def decline(self, transfer_id: int, handoff: HandOff) -> None:
+        """Let the context server have its pages back: nobody will ask for them here."""
+        with contextlib.suppress(TicketError):  # Then there is nothing that this engine may decline.
+            self.transceiver.decline(transfer_id, handoff)
 
-    def poll(self) -> list[TransferEnd]:
-        """What has ended since the last poll; does not wait."""
+    def look(self) -> list[TransferEnd]:
+        """What has ended since the last look; called in every iteration, idle ones too, and never waits.
+
+        Timeouts are swept first, so that an overdue transfer is cancelled even if nothing else happens.
+        """
+        self._cancelling = {one for one in self._cancelling if not self.transceiver.cancel_request(one)}
         if not self.is_tracking:
             return []
+        overdue = self.transceiver.sweep_timeouts()
         outgoing = self.transceiver.check_context_transfer_status(0)
         incoming = self.transceiver.check_gen_transfer_status(0)
-        if any(outgoing) or any(incoming):
+        if overdue or any(outgoing) or any(incoming):
             self._changed_s = self._clock.monotonic_s()
-        self._settle_outgoing(outgoing)
-        return self._settle_incoming(incoming)
+        ends = self._settle(outgoing) + self._settle(incoming)
+        return ends + [end for transfer_id in overdue if (end := self._expire(transfer_id)) is not None]
 
     def cancel(self, transfer_id: int) -> None:
         """Stop a transfer in either direction; its pages return once the peer is quiet."""
@@ -140,33 +164,23 @@ class TransferDesk:
         """The open outgoing transfer of a finished context request."""
         return next((transfer_id for transfer_id, owner in self._sending.items() if owner == request_id), None)
 
-    def _settle_outgoing(self, poll: TransferPoll) -> None:
-        for transfer_id in (*poll.completed, *poll.cancelled, *(failure.id for failure in poll.failed)):
-            self._sending.pop(transfer_id, None)
-            self._cancelling.discard(transfer_id)
-        for transfer_id in poll.timed_out:
-            self.cancel(transfer_id)
-
-    def _settle_incoming(self, poll: TransferPoll) -> list[TransferEnd]:
+    def _settle(self, poll: TransferPoll) -> list[TransferEnd]:
         ends = [self._end(transfer_id, None) for transfer_id in poll.completed]
-        ends += [
-            self._end(
-                failure.id,
-                ApiError(failure.status, failure.message, type="service_unavailable_error", code=failure.code),
-            )
-            for failure in poll.failed
-        ]
-        ends += [self._end(transfer_id, _cancelled_by_sender()) for transfer_id in poll.cancelled]
-        for transfer_id in poll.timed_out:
-            ends.append(self._end(transfer_id, self._timeout()))
-            self.cancel(transfer_id)
+        ends += [self._end(failure.id, _failure(failure)) for failure in poll.failed]
+        ends += [self._end(transfer_id, _cancelled_by_peer()) for transfer_id in poll.cancelled]
+        ends += [self._expire(transfer_id) for transfer_id in poll.timed_out]
         return [end for end in ends if end is not None]
 
+    def _expire(self, transfer_id: int) -> TransferEnd | None:
+        end = self._end(transfer_id, self._timeout())
+        self.cancel(transfer_id)
+        return end
+
     def _end(self, transfer_id: int, error: ApiError | None) -> TransferEnd | None:
-        self._cancelling.discard(transfer_id)
+        self._sending.pop(transfer_id, None)
         seq = self._receiving.pop(transfer_id, None)
         if seq is None:
-            return None  # Cancelled here before: its sequence is gone.
+            return None  # An outgoing one, or cancelled here before: nobody waits for it.
         seq.timings.transfer_end_ns = self._clock.unix_ns()
         return TransferEnd(seq, error)
 
@@ -181,7 +195,12 @@ class TransferDesk:
         )
 
 
-def _cancelled_by_sender() -> ApiError:
+def _failure(failure: TransferFailure) -> ApiError:
+    kind = "permission_error" if failure.status == _FORBIDDEN else "service_unavailable_error"
+    return ApiError(failure.status, failure.message, type=kind, code=failure.code)
+
+
+def _cancelled_by_peer() -> ApiError:
     return ApiError(
         503,
         "The context server cancelled the transfer of the KV cache; send the request again.",

@@ -1,0 +1,274 @@
+"""Puts an engine together from a worker's settings: model, cache, transceiver, events, and the loop over them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+import zmq
+
+from kvmesh.cache.device import CpuDevice, CudaDevice, Device, DeviceMemoryError
+from kvmesh.cache.layout import LayoutError, PageLayout
+from kvmesh.cache.manager import KvCacheManager
+from kvmesh.cache.settings import CacheSettings
+from kvmesh.cache.sizing import SizingError, plan_pages
+from kvmesh.config import ConfigError, WorkerSettings
+from kvmesh.config.startup import refuse_impossible, refuse_unsupported, settings_without_effect
+from kvmesh.config.worker import DEFAULT_CPU_MEMORY_BYTES
+from kvmesh.engine.channel import MessageChannel
+from kvmesh.engine.executor import Executor
+from kvmesh.engine.intake import Intake, IntakeLimits
+from kvmesh.engine.loop import EngineLoop
+from kvmesh.engine.outbox import Outbox
+from kvmesh.engine.pages import SequencePages
+from kvmesh.engine.report import EngineReporter
+from kvmesh.engine.runner import BatchRunner
+from kvmesh.engine.sampler import Sampler
+from kvmesh.engine.scheduler import Scheduler, SchedulerLimits
+from kvmesh.engine.transfers import TransferDesk
+from kvmesh.events.endpoints import EndpointError
+from kvmesh.events.factory import EventSource, create_event_source
+from kvmesh.kernels import ops
+from kvmesh.models.base import CausalLM, KvPools
+from kvmesh.models.errors import ModelError
+from kvmesh.models.registry import load_model
+from kvmesh.models.store import ModelSource, resolve_model
+from kvmesh.net.clock import Clock
+from kvmesh.protocol.engine import EngineReady, FromEngine
+from kvmesh.telemetry import get_logger
+from kvmesh.transceiver import PoolMemory, Transceiver, TransceiverConfigError, create_transceiver
+from kvmesh.transceiver.planes.base import PlaneError
+
+__all__ = ["Engine", "EngineBuildError"]
+
+# What can be wrong with settings, files, memory or ports; anything else is a defect and shows as one.
+_START_ERRORS = (
+    SizingError,
+    ConfigError,
+    DeviceMemoryError,
+    EndpointError,
+    LayoutError,
+    ModelError,
+    OSError,
+    PlaneError,
+    TransceiverConfigError,
+    zmq.ZMQError,
+)
+
+_log = get_logger("engine.build")
+
+
+class EngineBuildError(RuntimeError):
+    """The engine cannot start with these settings on this machine; the message says what to change."""
+
+
+class Engine:
+    """All parts of one engine. Made by :meth:`build`; :meth:`close` gives everything back."""
+
+    def __init__(
+        self,
+        *,
+        ready: EngineReady,
+        executor: Executor,
+        reporter: EngineReporter,
+        manager: KvCacheManager,
+        events: EventSource,
+        transceiver: Transceiver | None,
+        clock: Clock,
+    ) -> None:
+        self.ready = ready
+        self.executor = executor
+        self.reporter = reporter
+        self.manager = manager
+        self._events = events
+        self._transceiver = transceiver
+        self._clock = clock
+
+    @classmethod
+    def build(cls, settings: WorkerSettings, send: Callable[[FromEngine], None], *, epoch: int, clock: Clock) -> Engine:
+        """Load the model, take the memory, open the sockets.
+
+        Args:
+            settings: the worker's.
+            send: delivers messages to the front; must not block.
+            epoch: of this life of the engine; peers tell it from earlier lives by it.
+            clock: for deadlines and time stamps.
+
+        Raises:
+            EngineBuildError: a setting is not supported or cannot work here, or a file, memory or port is missing.
+        """
+        try:
+            return _build(settings, send, epoch, clock)
+        except _START_ERRORS as error:
+            raise EngineBuildError(str(error)) from error
+
+    def loop(self, channel: MessageChannel) -> EngineLoop:
+        """The loop of this engine over ``channel``."""
+        return EngineLoop(channel, self.executor, self.reporter, self._clock)
+
+    def close(self) -> None:
+        """Stop threads, free ports and memory."""
+        self._events.shutdown()
+        if self._transceiver is not None:
+            self._transceiver.shutdown()
+        self.manager.close()
+
+
+def _build(settings: WorkerSettings, send: Callable[[FromEngine], None], epoch: int, clock: Clock) -> Engine:
+    threads = settings.num_threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    ops.set_num_threads(threads)
+    device = _device(settings)
+    source = resolve_model(settings.model)
+    model = _load(settings, source, device)
+    _check(settings, model)
+
+    memory: Device = (
+        CudaDevice(device.index or 0)
+        if device.type == "cuda"
+        else CpuDevice(settings.device_memory_bytes or DEFAULT_CPU_MEMORY_BYTES)
+    )
+    layout = PageLayout.build(model.cache_requirements(), settings.kv_cache_config.tokens_per_block)
+    events = create_event_source(
+        settings, layout.tokens_per_block, model_name=settings.served_model_name or source.name
+    )
+    manager = KvCacheManager(
+        layout,
+        plan_pages(settings.kv_cache_config, layout, free_bytes=memory.free_bytes),
+        memory,
+        CacheSettings.from_config(settings.kv_cache_config),
+        events.sink,
+    )
+    digest = layout.digest(source.name)
+    transceiver = _transceiver(settings, manager, digest, epoch, clock)
+    events.start()
+
+    limits = _limits(settings, model, manager, transfers=transceiver is not None)
+    sampler = Sampler(model.config.eos_token_ids)
+    pages = SequencePages(manager)
+    desk = None if transceiver is None else TransferDesk(transceiver, settings.cache_transceiver_config, clock)
+    executor = Executor(
+        intake=Intake(limits, sampler, clock),
+        scheduler=Scheduler(
+            SchedulerLimits(
+                settings.max_batch_size,
+                settings.max_num_tokens,
+                settings.enable_chunked_prefill,
+                settings.scheduler_policy,
+            ),
+            pages,
+        ),
+        pages=pages,
+        runner=BatchRunner(
+            model,
+            KvPools.build(layout, [pool.address for pool in manager.pools]),
+            num_groups=len(layout.groups),
+            tokens_per_block=layout.tokens_per_block,
+            max_batch_size=settings.max_batch_size,
+            max_num_tokens=settings.max_num_tokens,
+            max_seq_len=model.max_seq_len,
+            device=device,
+        ),
+        sampler=sampler,
+        outbox=Outbox(send),
+        clock=clock,
+        desk=desk,
+    )
+    reporter = EngineReporter(send, executor=executor, manager=manager, desk=desk, events=events, clock=clock)
+    ready = EngineReady(
+        num_pages=manager.stats().total,
+        page_bytes=layout.pools[0].page_bytes,
+        tokens_per_block=layout.tokens_per_block,
+        max_batch_size=settings.max_batch_size,
+        max_num_tokens=settings.max_num_tokens,
+        max_seq_len=min(limits.max_seq_len, limits.max_cached_tokens),
+        kv_cache_hash_algo=_hash_algo(settings),
+        layout_digest=digest,
+        device=memory.name,
+        pid=os.getpid(),
+        ctx_info_endpoint=None if transceiver is None else transceiver.control_endpoint,
+        transfer_backend=None if transceiver is None else transceiver.backend_name,
+        events_endpoint=events.publisher.endpoint,
+        replay_endpoint=events.publisher.replay_endpoint,
+    )
+    _log.info("engine ready", model=source.name, pages=ready.num_pages, threads=threads, device=memory.name)
+    return Engine(
+        ready=ready,
+        executor=executor,
+        reporter=reporter,
+        manager=manager,
+        events=events,
+        transceiver=transceiver,
+        clock=clock,
+    )
+
+
+def _device(settings: WorkerSettings) -> torch.device:
+    if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
+        if not torch.cuda.is_available():
+            raise ConfigError("device is cuda, but this machine has no usable CUDA GPU; set device to cpu or auto")
+        return torch.device("cuda", 0)
+    return torch.device("cpu")
+
+
+def _load(settings: WorkerSettings, source: ModelSource, device: torch.device) -> CausalLM:
+    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    return load_model(source, device, dtype, max_seq_len=settings.max_seq_len)
+
+
+def _check(settings: WorkerSettings, model: CausalLM) -> None:
+    refuse_unsupported(settings, max_seq_len=model.max_seq_len)
+    refuse_impossible(settings, max_seq_len=model.max_seq_len)
+    for note in settings_without_effect(settings):
+        _log.warning("setting has no effect here", setting=note)
+
+
+def _transceiver(
+    settings: WorkerSettings, manager: KvCacheManager, digest: str, epoch: int, clock: Clock
+) -> Transceiver | None:
+    pools = [
+        PoolMemory(
+            address=buffer.address,
+            nbytes=buffer.nbytes,
+            num_pages=counts.total,
+            page_bytes=pool.page_bytes,
+            fd=buffer.fd,
+            device="cpu" if buffer.fd is not None else "cuda",
+        )
+        for buffer, counts, pool in zip(manager.pools, manager.stats().pools, manager.layout.pools, strict=True)
+    ]
+    return create_transceiver(
+        settings.cache_transceiver_config,
+        layout=manager.layout,
+        pools=pools,
+        instance_id=settings.instance_id or f"engine-{os.getpid()}",
+        epoch=epoch,
+        cluster_secret=(settings.cluster_secret or "").encode(),
+        bind_host=settings.transfer_bind_host,
+        plane=settings.transfer_plane,
+        checksums=settings.transfer_checksums,
+        digest=digest,
+        clock=clock,
+    )
+
+
+def _limits(settings: WorkerSettings, model: CausalLM, manager: KvCacheManager, *, transfers: bool) -> IntakeLimits:
+    layout = manager.layout
+    blocks = min(
+        counts.total // len(pool.groups) for counts, pool in zip(manager.stats().pools, layout.pools, strict=True)
+    )
+    return IntakeLimits(
+        vocab_size=model.config.vocab_size,
+        max_seq_len=model.max_seq_len,
+        max_cached_tokens=blocks * layout.tokens_per_block,
+        max_num_tokens=settings.max_num_tokens,
+        chunked_prefill=settings.enable_chunked_prefill,
+        max_queue=settings.max_queue,
+        transfers=transfers,
+    )
+
+
+def _hash_algo(settings: WorkerSettings) -> str:
+    algorithm = settings.kv_cache_config.kv_cache_event_hash_algo
+    return "v2_sha256" if algorithm == "auto" else algorithm

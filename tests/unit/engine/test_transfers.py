@@ -1,0 +1,188 @@
+"""The transfer desk over a transceiver that does what the test says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvmesh.config import CacheTransceiverConfig
+from kvmesh.engine.sampler import Sampler
+from kvmesh.engine.sequence import Sequence
+from kvmesh.engine.tokens import TokenHistory
+from kvmesh.engine.transfers import TransferDesk, poll_pause_s
+from kvmesh.net.clock import ManualClock
+from kvmesh.protocol.disagg import HandOff
+from kvmesh.protocol.sampling import SamplingParams
+from kvmesh.transceiver.types import TransferFailure, TransferPoll
+
+HANDOFF = HandOff(ticket=b"t", control_endpoint="tcp://h:1", instance_id="c", epoch=1, layout_digest="d", seed=0)
+NOTHING = TransferPoll([], [], [], [])
+
+
+class ScriptedTransceiver:
+    """Records calls; polls answer what was put into ``context`` and ``generation``."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.context = NOTHING
+        self.generation = NOTHING
+        self.undrained: set[int] = set()
+        self.has_tracked_transfers = False
+
+    def respond_and_send(self, transfer_id: int, request_id: str, lease: object, num_tokens: int, seed: int) -> bytes:
+        self.calls.append(("send", transfer_id, num_tokens, seed))
+        self.has_tracked_transfers = True
+        return b"handoff"
+
+    def request_and_receive(
+        self, transfer_id: int, request_id: str, handoff: HandOff, lease: object, first_missing: list[int]
+    ) -> None:
+        self.calls.append(("receive", transfer_id, first_missing))
+        self.has_tracked_transfers = True
+
+    def check_context_transfer_status(self, at_least: int) -> TransferPoll:
+        self.calls.append(("context", at_least))
+        poll, self.context = self.context, NOTHING
+        return poll
+
+    def check_gen_transfer_status(self, at_least: int) -> TransferPoll:
+        self.calls.append(("generation", at_least))
+        poll, self.generation = self.generation, NOTHING
+        return poll
+
+    def sweep_timeouts(self) -> None:
+        self.calls.append("sweep")
+
+    def cancel_request(self, transfer_id: int) -> bool:
+        self.calls.append(("cancel", transfer_id))
+        return transfer_id not in self.undrained
+
+
+class HoldingCache:
+    def hold(self, num_tokens: int) -> str:
+        return f"lease of {num_tokens}"
+
+
+@pytest.fixture
+def transceiver() -> ScriptedTransceiver:
+    return ScriptedTransceiver()
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def desk(transceiver: ScriptedTransceiver, clock: ManualClock) -> TransferDesk:
+    return TransferDesk(transceiver, CacheTransceiverConfig(kv_transfer_timeout_ms=2000), clock)  # type: ignore[arg-type]
+
+
+def sequence(transfer_id: int, kind: Any = "generation") -> Sequence:
+    history = TokenHistory(np.arange(40, dtype=np.int32))
+    params = SamplingParams(max_tokens=4, seed=77)
+    return Sequence(
+        request_id=f"r{transfer_id}",
+        kind=kind,
+        params=params,
+        history=history,
+        state=Sampler(frozenset()).state(params, history),
+        scope=None,  # type: ignore[arg-type]
+        arrival=transfer_id,
+        transfer_id=transfer_id,
+        handoff=HANDOFF if kind == "generation" else None,
+        cache=HoldingCache(),  # type: ignore[arg-type]
+    )
+
+
+def test_a_received_prompt_is_reported_once(desk: TransferDesk, transceiver: ScriptedTransceiver) -> None:
+    seq = sequence(1)
+    desk.receive(seq, [2])
+    assert desk.num_receiving == 1
+    assert desk.poll() == []
+    transceiver.generation = TransferPoll([1], [], [], [])
+    assert desk.poll() == [(seq, None)]
+    assert desk.num_receiving == 0
+    assert desk.poll() == []
+
+
+def test_failure_carries_the_transceiver_s_words(desk: TransferDesk, transceiver: ScriptedTransceiver) -> None:
+    desk.receive(sequence(1), [0])
+    transceiver.generation = TransferPoll([], [TransferFailure(1, 403, "ticket_expired", "too late")], [], [])
+    [end] = desk.poll()
+    assert end.error is not None
+    assert (end.error.status, end.error.code, end.error.message) == (403, "ticket_expired", "too late")
+
+
+def test_a_timeout_fails_the_request_and_cancels_until_drained(
+    desk: TransferDesk, transceiver: ScriptedTransceiver
+) -> None:
+    transceiver.undrained = {1}
+    desk.receive(sequence(1), [0])
+    transceiver.generation = TransferPoll([], [], [], [1])
+    [end] = desk.poll()
+    assert end.error is not None
+    assert (end.error.status, end.error.code) == (503, "kv_transfer_timeout")
+    assert desk.knows(1)
+    transceiver.calls.clear()
+    desk.sweep()
+    assert transceiver.calls == ["sweep", ("cancel", 1)]
+    transceiver.undrained.clear()
+    desk.sweep()
+    assert not desk.knows(1)
+    transceiver.calls.clear()
+    desk.sweep()
+    assert transceiver.calls == ["sweep"]
+
+
+def test_cancelled_by_the_sender_is_an_error_of_the_receiver(
+    desk: TransferDesk, transceiver: ScriptedTransceiver
+) -> None:
+    desk.receive(sequence(1), [0])
+    transceiver.generation = TransferPoll([], [], [1], [])
+    [end] = desk.poll()
+    assert end.error is not None
+    assert end.error.code == "kv_transfer_cancelled"
+
+
+def test_cancelled_here_is_nobody_s_news(desk: TransferDesk, transceiver: ScriptedTransceiver) -> None:
+    desk.receive(sequence(1), [0])
+    desk.cancel(1)
+    transceiver.generation = TransferPoll([], [], [1], [])
+    assert desk.poll() == []
+
+
+def test_sending_names_the_request_until_its_readers_are_done(
+    desk: TransferDesk, transceiver: ScriptedTransceiver
+) -> None:
+    assert desk.send(sequence(5, "context")) == b"handoff"
+    assert transceiver.calls == [("send", 5, 40, 77)]
+    assert desk.outgoing_of("r5") == 5
+    transceiver.context = TransferPoll([5], [], [], [])
+    assert desk.poll() == []
+    assert desk.outgoing_of("r5") is None
+
+
+def test_idle_wait(desk: TransferDesk, transceiver: ScriptedTransceiver, clock: ManualClock) -> None:
+    assert desk.idle_wait_s() is None
+    desk.receive(sequence(1), [0])
+    assert desk.idle_wait_s() == pytest.approx(0.001)
+    clock.advance(1.0)
+    assert desk.idle_wait_s() == pytest.approx(0.05)
+    clock.advance(60.0)
+    assert desk.idle_wait_s() == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("quiet_s", "bound_s", "pause_s"), [(0.0, 5.0, 0.001), (1.0, 5.0, 0.05), (100.0, 5.0, 0.1), (100.0, 0.03, 0.03)]
+)
+def test_poll_pause(quiet_s: float, bound_s: float, pause_s: float) -> None:
+    assert poll_pause_s(quiet_s, bound_s) == pytest.approx(pause_s)
+
+
+def test_nothing_is_polled_while_nothing_is_tracked(desk: TransferDesk, transceiver: ScriptedTransceiver) -> None:
+    desk.sweep()
+    desk.poll()
+    assert transceiver.calls == []
