@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import anyio
-import msgspec
 
 from kvmesh.cli.openai_stream import StreamTimes, stream
 from kvmesh.cli.rundir import FirstAnswer
+from kvmesh.cli.served import served_model
 from kvmesh.net.client import HttpClient, PeerUnreachableError
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.members import MemberList
@@ -20,10 +19,6 @@ POLL_S = 0.1
 FIRST_QUESTION = "What is the capital of France?"
 FIRST_ANSWER_TOKENS = 32
 FIRST_ANSWER_TIMEOUT_S = 60.0
-
-
-class _Models(msgspec.Struct):
-    data: list[dict[str, Any]]
 
 
 async def wait_until_ready(
@@ -64,10 +59,10 @@ async def ask_first_question(url: str, headers: dict[str, str] | None = None) ->
     Raises:
         PeerUnreachableError: the router broke off.
         ApiError: it refused, or the answer was cut off.
+        UserError: no model is served.
     """
+    model = await served_model(url, headers)
     async with HttpClient(timeout_s=10.0, headers=headers) as http:
-        models = await http.call("GET", f"{url}/v1/models", _Models)
-        model = str(models.data[0]["id"]) if models.data else ""
         times = StreamTimes()
         body = {
             "model": model,

@@ -118,7 +118,7 @@ def _foreground(console: Console, run_dir: RunDir, settings: MeshSettings, plan:
     with Progress(console) as progress:
         try:
             anyio.run(run_mesh, settings, plan, secret, run_dir, console, progress)
-        except* (StartFailedError, TimeoutError, ApiError, PeerUnreachableError) as group:
+        except* (StartFailedError, TimeoutError, ApiError, PeerUnreachableError, UserError) as group:
             errors = _leaves(group)
     for error in errors:
         if isinstance(error, StartFailedError):

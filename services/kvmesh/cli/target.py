@@ -1,0 +1,53 @@
+"""Where commands like ``chat``, ``bench`` and ``status`` find the mesh they talk to."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from kvmesh.cli.errors import UserError
+from kvmesh.cli.rundir import MeshState, RunDir, is_running
+
+__all__ = ["add_target_flags", "auth_headers", "coordinator_url", "router_url"]
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_COORDINATOR_URL = "http://127.0.0.1:8400"
+API_KEY_VARIABLE = "KVMESH_API_KEY"
+
+
+def add_target_flags(parser: argparse.ArgumentParser) -> None:
+    """``--url`` and ``--api-key``."""
+    parser.add_argument("--url", help=f"router (default: the mesh that 'up' started, else {DEFAULT_URL})")
+    parser.add_argument("--api-key", help=f"API key (default: ${API_KEY_VARIABLE})")
+
+
+def router_url(args: argparse.Namespace) -> str:
+    """The router's base URL."""
+    state = _running()
+    url: str = args.url or (state.url if state is not None else DEFAULT_URL)
+    return _complete(url)
+
+
+def coordinator_url(args: argparse.Namespace) -> str:
+    """The coordinator's base URL, from ``--coordinator``, the running mesh, or the default port."""
+    state = _running()
+    url: str = args.coordinator or (state.coordinator_url if state is not None else DEFAULT_COORDINATOR_URL)
+    return _complete(url)
+
+
+def auth_headers(args: argparse.Namespace) -> dict[str, str]:
+    """The API key as a header; nothing without one."""
+    key = args.api_key or os.environ.get(API_KEY_VARIABLE)
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _running() -> MeshState | None:
+    state = RunDir.from_environment().read()
+    return state if state is not None and is_running(state.supervisor) else None
+
+
+def _complete(url: str) -> str:
+    full = (url if "://" in url else f"http://{url}").rstrip("/")
+    if not full.startswith(("http://", "https://")):
+        raise UserError(f"{url!r} is not an HTTP address; write http://HOST:PORT")
+    return full
