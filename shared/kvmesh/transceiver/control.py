@@ -83,7 +83,7 @@ class Control:
         """Bind and begin to serve.
 
         Raises:
-            zmq.ZMQError: the address cannot be bound.
+            OSError: the address cannot be bound.
         """
         self._context = zmq.Context(io_threads=1)
         self._router = self._context.socket(zmq.ROUTER)
@@ -93,7 +93,12 @@ class Control:
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         host = f"[{self._bind_host}]" if ":" in self._bind_host else self._bind_host
         self._router.setsockopt(zmq.IPV6, ":" in self._bind_host)
-        port = self._router.bind_to_random_port(f"tcp://{host}")
+        try:
+            port = self._router.bind_to_random_port(f"tcp://{host}")
+        except zmq.ZMQError as error:
+            self._router.close(0)
+            self._context.term()
+            raise OSError(error.errno, f"cannot listen for transfers on {self._bind_host}: {error.strerror}") from error
         self.endpoint = f"tcp://{host}:{port}"
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller = zmq.Poller()

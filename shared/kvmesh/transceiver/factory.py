@@ -9,9 +9,17 @@ from kvmesh.cache.layout import PageLayout
 from kvmesh.config.cache_transceiver import CacheTransceiverConfig
 from kvmesh.net.clock import Clock, SystemClock
 from kvmesh.telemetry import get_logger
-from kvmesh.transceiver.planes.base import DataPlane
+from kvmesh.transceiver.planes.base import DataPlane, PlaneError
 from kvmesh.transceiver.planes.builtin import BuiltinPlane, PlaneChoice
-from kvmesh.transceiver.resolve import ServerFacts, TransceiverConfigError, nixl_is_installed, refuse_unbuilt, resolve
+from kvmesh.transceiver.planes.nixl import NixlPlane
+from kvmesh.transceiver.resolve import (
+    BackendName,
+    ServerFacts,
+    TransceiverConfigError,
+    nixl_is_installed,
+    refuse_unbuilt,
+    resolve,
+)
 from kvmesh.transceiver.timing import CONNECT_TIMEOUT_S, ConditionWaiter, TransferTimes, Waiter
 from kvmesh.transceiver.transceiver import Transceiver
 from kvmesh.transceiver.types import PeerKey, PoolMemory
@@ -61,8 +69,7 @@ def create_transceiver(
 
     Raises:
         TransceiverConfigError: the configuration cannot work here, or is not supported yet.
-        PlaneError: the data plane cannot work on these pools.
-        zmq.ZMQError: ``bind_host`` cannot be bound.
+        OSError: ``bind_host`` cannot be bound.
     """
     environment = os.environ if environment is None else environment
     if facts is None:
@@ -83,16 +90,7 @@ def create_transceiver(
     if checksums and facts.pool_device == "cuda":
         log.warning("transfer_checksums has no effect on CUDA pools: pages are checked in host memory only")
         checksums = False
-    pool_of_group = [group.pool for group in layout.groups]
-    data_plane: DataPlane
-    if resolved.backend == "NIXL":
-        from kvmesh.transceiver.planes.nixl import NixlPlane
-
-        data_plane = NixlPlane(
-            pools, pool_of_group, name=f"{instance_id}#{epoch}", bind_host=bind_host, connect_timeout_s=times.connect_s
-        )
-    else:
-        data_plane = BuiltinPlane(pools, pool_of_group, choice=plane, bind_host=bind_host)
+    data_plane = _build_plane(resolved.backend, layout, pools, f"{instance_id}#{epoch}", bind_host, plane, times)
     transceiver = Transceiver(
         key=PeerKey(instance_id, epoch),
         layout=layout,
@@ -109,3 +107,21 @@ def create_transceiver(
     transceiver.start()
     log.info("transceiver ready", backend=data_plane.name, endpoint=transceiver.control_endpoint)
     return transceiver
+
+
+def _build_plane(
+    backend: BackendName,
+    layout: PageLayout,
+    pools: Sequence[PoolMemory],
+    name: str,
+    bind_host: str,
+    choice: PlaneChoice,
+    times: TransferTimes,
+) -> DataPlane:
+    pool_of_group = [group.pool for group in layout.groups]
+    try:
+        if backend == "NIXL":
+            return NixlPlane(pools, pool_of_group, name=name, bind_host=bind_host, connect_timeout_s=times.connect_s)
+        return BuiltinPlane(pools, pool_of_group, choice=choice, bind_host=bind_host)
+    except PlaneError as error:
+        raise TransceiverConfigError(str(error)) from error

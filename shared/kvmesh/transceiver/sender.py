@@ -116,7 +116,7 @@ class SenderSide:
             for peer in self.receivers.take_lives(instance_id, epoch):
                 for session in self.table.open.values():
                     if session.peer == peer and not session.terminal:
-                        session.control.stop()
+                        session.control.abandon()
                         status = next_send_status(session.status, SendEvent.PEER_DEAD)
                         self.table.fail(session, status, 503, "peer_dead", f"{peer} ended during the transfer")
                 self._serving.forget(peer)

@@ -172,7 +172,7 @@ class SessionTable(Generic[S]):
         """Ask everything of this process that touches pages to end."""
         with self.lock:
             for session in [*self.open.values(), *self.quarantine]:
-                session.control.stop()
+                session.control.abandon()
 
     def close(self) -> None:
         """Release every lease, because this process is about to end."""

@@ -100,7 +100,7 @@ class Transceiver:
         """Open the control socket.
 
         Raises:
-            zmq.ZMQError: the address cannot be bound.
+            OSError: the address cannot be bound.
         """
         self._control.start()
 

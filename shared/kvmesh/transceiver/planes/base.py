@@ -26,19 +26,22 @@ class MoveControl:
 
     def __init__(self) -> None:
         self._stop = threading.Event()
+        self.abandoned = False
+        """The peer is dead, or this process ends: the mover need not wait for what it has begun."""
 
     def stop(self) -> None:
         """Ask the mover to end at its next slice."""
+        self._stop.set()
+
+    def abandon(self) -> None:
+        """Ask the mover to end at once, because the other side cannot touch anything any more."""
+        self.abandoned = True
         self._stop.set()
 
     @property
     def stopped(self) -> bool:
         """Whether the mover was asked to end."""
         return self._stop.is_set()
-
-    def wait(self, seconds: float) -> None:
-        """Wait in the mover, ending early when it is asked to stop."""
-        self._stop.wait(seconds)
 
     def checkpoint(self) -> None:
         """Called by the mover before each slice.

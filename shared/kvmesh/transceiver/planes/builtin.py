@@ -41,7 +41,6 @@ class BuiltinPlane:
     """
 
     name = "BUILTIN"
-    direction: Literal["pull"] = "pull"
 
     def __init__(
         self, pools: Sequence[PoolMemory], pool_of_group: Sequence[int], *, choice: PlaneChoice, bind_host: str
@@ -57,6 +56,11 @@ class BuiltinPlane:
         self._server = PageServer(self._pools, self._pool_of_group, bind_host=bind_host) if choice != "memfd" else None
         self._lock = threading.Lock()
         self._attached: dict[PeerKey, MappedPools | PageClient] = {}
+
+    @property
+    def direction(self) -> Literal["pull", "push"]:
+        """The receiver reads."""
+        return "pull"
 
     def describe(self) -> bytes:
         """See :meth:`DataPlane.describe`."""
