@@ -49,11 +49,12 @@ class LogFollower:
             return []
         if size == self._offsets[name]:
             return []
+        start = self._offsets[name] if size > self._offsets[name] else 0  # smaller: it was truncated
         with path.open("rb") as file:
-            file.seek(min(self._offsets[name], size))
+            file.seek(start)
             data = file.read()
         complete, _, rest = data.rpartition(b"\n")
-        self._offsets[name] = size - len(rest) if size >= self._offsets[name] else len(data) - len(rest)
+        self._offsets[name] = start + len(data) - len(rest)
         if size > MAX_LOG_BYTES:
             self._rotate(name, path)
         return [line for raw in complete.splitlines() if (line := _shown(name, raw)) is not None]

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from kvmesh.cli.main import COMMANDS, USER_ERROR, main
+
+
+def test_help_lists_every_command(capsys):
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in COMMANDS)
+
+
+def test_an_unknown_command_names_the_known_ones(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["serve"])
+    assert exit_.value.code == USER_ERROR
+    assert "there is no command 'serve'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_command_has_help(name, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([name, "--help"])
+    assert exit_.value.code == 0
+    assert f"usage: kvmesh {name}" in capsys.readouterr().out
+
+
+def test_a_mistyped_flag_names_the_nearest(capsys):
+    with pytest.raises(SystemExit):
+        main(["context", "--kv-cache-config.max-tokns", "3"])
+    assert "did you mean --kv-cache-config.max-tokens?" in capsys.readouterr().err
+
+
+def test_a_bad_setting_is_one_sentence(capsys):
+    assert main(["coordinator", "--lease-s", "-2"]) == USER_ERROR
+    error = capsys.readouterr().err
+    assert error.startswith("kvmesh coordinator: lease_s: ")
+    assert "Traceback" not in error
+
+
+def test_commands_do_not_load_torch():
+    """Of all commands only servers need tensors, and they load them in the engine's process."""
+    program = (
+        "import importlib, json, sys\n"
+        "from kvmesh.cli.main import COMMANDS\n"
+        "[importlib.import_module(command.module) for command in COMMANDS.values()]\n"
+        "print(json.dumps([name for name in ('torch', 'transformers', 'nixl') if name in sys.modules]))"
+    )
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout
+    assert json.loads(output) == []
