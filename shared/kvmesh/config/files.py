@@ -67,7 +67,7 @@ def parse_disagg(data: Mapping[str, Any], source: str) -> DisaggConfig:
 def worker_layer(config: DisaggConfig, role: Literal["context", "generation"], source: str) -> dict[str, Any]:
     """Settings of the servers of one section, with one warning about the keys that have no effect."""
     layer = _announced([_section_args(config.servers(role), source)], source)[0]
-    return _cluster_layer(config) | layer | {"role": role}
+    return _cluster_layer(config, source) | layer | {"role": role}
 
 
 def router_layer(config: DisaggConfig, source: str) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def router_layer(config: DisaggConfig, source: str) -> dict[str, Any]:
         minimal = config.disagg_cluster.minimal_instances
         layer["min_context_servers"] = minimal.context_servers
         layer["min_generation_servers"] = minimal.generation_servers
-    return layer | _cluster_layer(config)
+    return layer | _cluster_layer(config, source)
 
 
 def _mesh_layer(data: dict[str, Any], source: str) -> dict[str, Any]:
@@ -119,6 +119,7 @@ def _disagg_mesh_layer(config: DisaggConfig, source: str) -> dict[str, Any]:
     translated = [_section_args(config.servers(role), source) for role in ("context", "generation")]
     context, generation = _announced(translated, source)
     router = router_layer(config, source)
+    router.pop("coordinator_url", None)  # the mesh has a coordinator of its own
     layer: dict[str, Any] = {
         "num_context": config.context_servers.num_instances,
         "num_generation": config.generation_servers.num_instances,
@@ -145,7 +146,7 @@ def _announced(translated: list[LlmArgs], source: str) -> list[dict[str, Any]]:
     return [args.layer for args in translated]
 
 
-def _cluster_layer(config: DisaggConfig) -> dict[str, Any]:
+def _cluster_layer(config: DisaggConfig, source: str) -> dict[str, Any]:
     """``disagg_cluster`` as the coordinator that keeps the same storage interface."""
     cluster = config.disagg_cluster
     if cluster is None:
@@ -156,8 +157,11 @@ def _cluster_layer(config: DisaggConfig) -> dict[str, Any]:
     if cluster.cluster_name:
         blockers.append(f"disagg_cluster.cluster_name={cluster.cluster_name!r}")
     if blockers:
-        raise NotSupportedYetError(f"not supported yet: {'; '.join(blockers)}")
-    return {"coordinator_url": cluster.cluster_uri, "lease_s": float(cluster.inactive_timeout_sec)}
+        raise NotSupportedYetError(f"not supported yet: {'; '.join(blockers)} ({source})")
+    ignored = sorted({"heartbeat_interval_sec", "inactive_timeout_sec"} & cluster.model_fields_set)
+    if ignored:
+        warn_config(f"{source}: without effect here, the coordinator's lease_s counts: {', '.join(ignored)}")
+    return {"coordinator_url": cluster.cluster_uri}
 
 
 def _first_port(section: DisaggServers, source: str) -> int:

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from kvmesh.config.endpoints import HttpUrl, Port, ZmqEndpoint
-from kvmesh.config.service import Seconds, ServiceSettings
+from kvmesh.config.service import ServiceSettings
 
 __all__ = ["IndexerSettings"]
 
@@ -23,5 +23,3 @@ class IndexerSettings(ServiceSettings):
     """Coordinator that knows the publishers; unset: only those registered over HTTP count."""
     max_memory_bytes: Annotated[int, Field(gt=0)] = 1 << 30
     """Bound of the index in bytes; the blocks that were not asked for longest are forgotten first."""
-    lease_s: Seconds = 10.0
-    """Seconds after which a silent indexer counts as gone from the membership."""

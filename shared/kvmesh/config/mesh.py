@@ -19,8 +19,8 @@ __all__ = ["MeshSettings"]
 class MeshSettings(ServiceSettings):
     """A whole mesh on one machine: how many of what, and a template for each kind of process.
 
-    ``model``, ``host``, ``lease_s``, ``request_timeout_s``, ``drain_s``, logging and tracing given here apply to every
-    process whose own section leaves them unset; ``kvmesh.config.mesh_plan`` settles the rest.
+    ``model``, ``host``, ``request_timeout_s``, ``drain_s``, logging and tracing given here apply to every process whose
+    own section leaves them unset; ``kvmesh.config.mesh_plan`` settles the rest.
     """
 
     model: str = DEFAULT_MODEL

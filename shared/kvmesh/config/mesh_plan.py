@@ -19,7 +19,7 @@ __all__ = ["MeshPlan", "plan_mesh"]
 M = TypeVar("M", bound=StrictModel)
 
 _SHARED = (
-    "host", "model", "log_level", "log_format", "otlp_endpoint", "drain_s", "lease_s", "request_timeout_s",
+    "host", "model", "log_level", "log_format", "otlp_endpoint", "drain_s", "request_timeout_s",
 )  # fmt: skip
 """What a process takes from the mesh unless its own section says otherwise."""
 
@@ -55,7 +55,7 @@ def plan_mesh(mesh: MeshSettings, *, cluster_secret: str, cpu_count: int) -> Mes
         cluster_secret: signs transfer tickets.
         cpu_count: cores of the machine, shared evenly among the workers.
     """
-    coordinator = _with_shared(mesh, mesh.coordinator)
+    coordinator = _filled(_with_shared(mesh, mesh.coordinator), lease_s=mesh.lease_s)
     coordinator_url = _url(coordinator.host, coordinator.port)
     indexer = _filled(_with_shared(mesh, mesh.indexer), coordinator_url=coordinator_url)
     router = _filled(

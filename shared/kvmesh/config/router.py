@@ -62,8 +62,6 @@ class RouterSettings(ServiceSettings):
     """Accepted API keys, beside those of ``api_keys_file``. Prefer the file."""
     node_id: Annotated[int, Field(ge=0, le=255)] | None = None
     """Part of transfer ids that tells routers apart; unset: taken from the machine's hardware address."""
-    lease_s: Seconds = 10.0
-    """Seconds after which a silent router counts as gone from the membership."""
 
     @model_validator(mode="after")
     def require_matches_for_local_prefill(self) -> Self:

@@ -20,8 +20,8 @@ def refuse_unsupported(settings: ServiceSettings, *, max_seq_len: int | None = N
 
     Args:
         settings: of any service; those of a mesh stand for all its processes.
-        max_seq_len: the sequence length of the server, where it is known; attention windows at least that long mean
-            full attention. Defaults to ``WorkerSettings.max_seq_len``.
+        max_seq_len: the sequence length of the server; attention windows at least that long mean full attention.
+            Defaults to ``WorkerSettings.max_seq_len``; until it is known, windows are not judged.
 
     Raises:
         NotSupportedYetError: "not supported yet: ...", every blocker in one message.
@@ -103,7 +103,7 @@ def _worker_blockers(settings: WorkerSettings, max_seq_len: int | None) -> Itera
     yield from unsupported_fields(cache, "kv_cache_config.")
     limit = max_seq_len if max_seq_len is not None else settings.max_seq_len
     windows = cache.max_attention_window
-    if windows is not None and (limit is None or min(windows) < limit):
+    if windows is not None and limit is not None and min(windows) < limit:
         yield f"kv_cache_config.max_attention_window={windows!r} (this version has {FULL_ATTENTION_ONLY})"
     yield from unsupported_fields(transfer, "cache_transceiver_config.")
     if transfer.transceiver_runtime == "auto" and transfer.kv_transfer_timeout_ms is None:

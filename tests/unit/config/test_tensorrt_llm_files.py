@@ -285,14 +285,16 @@ class TestDisaggFile:
             load_settings(RouterSettings, write_yaml(text), {})
 
     def test_cluster_is_the_coordinator(self, write_yaml: Write) -> None:
-        file = write_yaml(
-            "disagg_cluster: {cluster_uri: 'http://c:1', inactive_timeout_sec: 3, "
-            "minimal_instances: {context_servers: 2}}"
-        )
+        file = write_yaml("disagg_cluster: {cluster_uri: 'http://c:1', minimal_instances: {context_servers: 2}}")
         router = load_settings(RouterSettings, file, {})
-        assert (router.coordinator_url, router.lease_s, router.min_context_servers) == ("http://c:1", 3.0, 2)
-        worker = load_settings(WorkerSettings, file, {}, {"role": "context"})
-        assert (worker.coordinator_url, worker.lease_s) == ("http://c:1", 3.0)
+        assert (router.coordinator_url, router.min_context_servers) == ("http://c:1", 2)
+        assert load_settings(WorkerSettings, file, {}, {"role": "context"}).coordinator_url == "http://c:1"
+        assert load_settings(MeshSettings, file, {}).router.coordinator_url is None, "a mesh starts its own"
+
+    def test_the_coordinator_decides_on_leases(self, write_yaml: Write) -> None:
+        file = write_yaml("disagg_cluster: {cluster_uri: 'http://c:1', inactive_timeout_sec: 3}")
+        with pytest.warns(ConfigWarning, match="coordinator's lease_s counts: inactive_timeout_sec"):
+            load_settings(RouterSettings, file, {})
 
     def test_keys_of_other_router_processes_warn(self, write_yaml: Write) -> None:
         with pytest.warns(ConfigWarning, match="without effect here: num_workers"):
