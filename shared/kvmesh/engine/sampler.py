@@ -53,6 +53,7 @@ class Sampler:
             end_ids |= self._eos_token_ids
         return SamplerState(params, history, end_ids, self._factories)
 
+    @torch.inference_mode()
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplerState]) -> list[Sampled]:
         """Choose one token per row. Does not append to the histories. May overwrite ``logits``.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,8 +15,9 @@ from kvmesh.engine.tokens import TokenHistory
 from kvmesh.engine.transfers import TransferDesk, poll_pause_s
 from kvmesh.net.clock import ManualClock
 from kvmesh.protocol.disagg import HandOff
+from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.sampling import SamplingParams
-from kvmesh.transceiver.types import TransferFailure, TransferPoll
+from kvmesh.transceiver import TicketError, TransferFailure, TransferPoll
 
 HANDOFF = HandOff(ticket=b"t", control_endpoint="tcp://h:1", instance_id="c", epoch=1, layout_digest="d", seed=0)
 NOTHING = TransferPoll([], [], [], [])
@@ -29,6 +31,7 @@ class ScriptedTransceiver:
         self.context = NOTHING
         self.generation = NOTHING
         self.undrained: set[int] = set()
+        self.overdue: list[int] = []
         self.has_tracked_transfers = False
 
     def respond_and_send(self, transfer_id: int, request_id: str, lease: object, num_tokens: int, seed: int) -> bytes:
@@ -52,8 +55,15 @@ class ScriptedTransceiver:
         poll, self.generation = self.generation, NOTHING
         return poll
 
-    def sweep_timeouts(self) -> None:
+    def sweep_timeouts(self) -> list[int]:
         self.calls.append("sweep")
+        overdue, self.overdue = self.overdue, []
+        return overdue
+
+    def decline(self, transfer_id: int, handoff: HandOff) -> None:
+        self.calls.append(("decline", transfer_id))
+        if handoff.ticket == b"forged":
+            raise TicketError("ticket_forged", "no")
 
     def cancel_request(self, transfer_id: int) -> bool:
         self.calls.append(("cancel", transfer_id))
@@ -101,40 +111,91 @@ def test_a_received_prompt_is_reported_once(desk: TransferDesk, transceiver: Scr
     seq = sequence(1)
     desk.receive(seq, [2])
     assert desk.num_receiving == 1
-    assert desk.poll() == []
+    assert desk.look() == []
     transceiver.generation = TransferPoll([1], [], [], [])
-    assert desk.poll() == [(seq, None)]
+    assert desk.look() == [(seq, None)]
     assert desk.num_receiving == 0
-    assert desk.poll() == []
+    assert desk.look() == []
 
 
 def test_failure_carries_the_transceiver_s_words(desk: TransferDesk, transceiver: ScriptedTransceiver) -> None:
     desk.receive(sequence(1), [0])
     transceiver.generation = TransferPoll([], [TransferFailure(1, 403, "ticket_expired", "too late")], [], [])
-    [end] = desk.poll()
+    [end] = desk.look()
     assert end.error is not None
     assert (end.error.status, end.error.code, end.error.message) == (403, "ticket_expired", "too late")
 
 
+@pytest.mark.parametrize("seen_by", ["sweep", "poll"])
 def test_a_timeout_fails_the_request_and_cancels_until_drained(
-    desk: TransferDesk, transceiver: ScriptedTransceiver
+    desk: TransferDesk, transceiver: ScriptedTransceiver, seen_by: str
 ) -> None:
     transceiver.undrained = {1}
     desk.receive(sequence(1), [0])
-    transceiver.generation = TransferPoll([], [], [], [1])
-    [end] = desk.poll()
+    if seen_by == "sweep":
+        transceiver.overdue = [1]
+    else:
+        transceiver.generation = TransferPoll([], [], [], [1])
+    transceiver.calls.clear()
+    [end] = desk.look()
+    # T19: the sweep comes before the polls, and the polls do not wait.
+    assert transceiver.calls[:3] == ["sweep", ("context", 0), ("generation", 0)]
     assert end.error is not None
     assert (end.error.status, end.error.code) == (503, "kv_transfer_timeout")
     assert desk.knows(1)
     transceiver.calls.clear()
-    desk.sweep()
-    assert transceiver.calls == ["sweep", ("cancel", 1)]
+    assert desk.look() == []
+    assert transceiver.calls[:2] == [("cancel", 1), "sweep"]
     transceiver.undrained.clear()
-    desk.sweep()
+    desk.look()
     assert not desk.knows(1)
     transceiver.calls.clear()
-    desk.sweep()
-    assert transceiver.calls == ["sweep"]
+    desk.look()
+    assert ("cancel", 1) not in transceiver.calls
+
+
+def test_an_overdue_outgoing_transfer_is_cancelled(desk: TransferDesk, transceiver: ScriptedTransceiver) -> None:
+    desk.send(sequence(5, "context"))
+    transceiver.overdue = [5]
+    assert desk.look() == []
+    assert transceiver.calls[-1] == ("cancel", 5)
+
+
+def test_declining_a_bad_ticket_is_no_error(desk: TransferDesk, transceiver: ScriptedTransceiver) -> None:
+    desk.decline(3, HANDOFF)
+    desk.decline(4, msgspec.structs.replace(HANDOFF, ticket=b"forged"))
+    assert transceiver.calls == [("decline", 3), ("decline", 4)]
+
+
+class CountedLease:
+    def __init__(self) -> None:
+        self.releases = 0
+
+    def release(self) -> None:
+        self.releases += 1
+
+
+@pytest.mark.parametrize("error", [TicketError("ticket_expired", "late"), ValueError("does not fit")])
+def test_a_transfer_that_cannot_begin_gives_its_lease_back(
+    desk: TransferDesk, transceiver: ScriptedTransceiver, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = CountedLease()
+    monkeypatch.setattr(HoldingCache, "hold", lambda _self, _tokens: lease)
+
+    def refuse(*_arguments: object, **_named: object) -> None:
+        raise error
+
+    monkeypatch.setattr(transceiver, "request_and_receive", refuse)
+    monkeypatch.setattr(transceiver, "respond_and_send", refuse)
+    with pytest.raises(ApiError) as caught:
+        desk.receive(sequence(1), [0])
+    assert caught.value.status == (403 if isinstance(error, TicketError) else 400)
+    if not isinstance(error, TicketError):
+        with pytest.raises(ApiError):
+            desk.send(sequence(2, "context"))
+    assert lease.releases == (1 if isinstance(error, TicketError) else 2)
+    assert desk.num_receiving == 0
+    assert not desk.knows(2)
 
 
 def test_cancelled_by_the_sender_is_an_error_of_the_receiver(
@@ -142,7 +203,7 @@ def test_cancelled_by_the_sender_is_an_error_of_the_receiver(
 ) -> None:
     desk.receive(sequence(1), [0])
     transceiver.generation = TransferPoll([], [], [1], [])
-    [end] = desk.poll()
+    [end] = desk.look()
     assert end.error is not None
     assert end.error.code == "kv_transfer_cancelled"
 
@@ -151,7 +212,7 @@ def test_cancelled_here_is_nobody_s_news(desk: TransferDesk, transceiver: Script
     desk.receive(sequence(1), [0])
     desk.cancel(1)
     transceiver.generation = TransferPoll([], [], [1], [])
-    assert desk.poll() == []
+    assert desk.look() == []
 
 
 def test_sending_names_the_request_until_its_readers_are_done(
@@ -161,7 +222,7 @@ def test_sending_names_the_request_until_its_readers_are_done(
     assert transceiver.calls == [("send", 5, 40, 77)]
     assert desk.outgoing_of("r5") == 5
     transceiver.context = TransferPoll([5], [], [], [])
-    assert desk.poll() == []
+    assert desk.look() == []
     assert desk.outgoing_of("r5") is None
 
 
@@ -183,6 +244,5 @@ def test_poll_pause(quiet_s: float, bound_s: float, pause_s: float) -> None:
 
 
 def test_nothing_is_polled_while_nothing_is_tracked(desk: TransferDesk, transceiver: ScriptedTransceiver) -> None:
-    desk.sweep()
-    desk.poll()
+    desk.look()
     assert transceiver.calls == []

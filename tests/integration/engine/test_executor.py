@@ -1,0 +1,285 @@
+"""The executor over a real cache and a tiny real model: batching, chunking, reuse, preemption, limits, failures."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvmesh.net.clock import ManualClock
+from kvmesh.protocol.engine import EngineStats, Generate
+
+BLOCK = 4
+EOS = 2
+Make = Callable[..., Any]
+
+
+def test_chunk_sizes_do_not_change_the_output(make_engine: Make, prompt: Make, request_of: Make) -> None:
+    tokens = prompt(61)
+    whole = make_engine(max_num_tokens=256).run(request_of("a", tokens))[0].tokens
+    for size in (1, 3, 8, 32):
+        bench = make_engine(max_num_tokens=size, max_batch_size=1)
+        assert bench.run(request_of("a", tokens))[0].tokens == whole, size
+        bench.check_idle()
+
+
+def test_batched_outputs_equal_solo_outputs(make_engine: Make, prompt: Make, request_of: Make) -> None:
+    requests = [request_of(f"r{i}", prompt(3 + 7 * i, i), max_tokens=10 + i) for i in range(8)]
+    together = make_engine(max_num_tokens=24).run(*requests)
+    alone = make_engine()
+    for request, answer in zip(requests, together, strict=True):
+        assert answer.tokens == alone.run(request)[0].tokens
+        assert answer.reason == "length"
+        assert len(answer.tokens) == request.sampling.max_tokens
+
+
+@pytest.mark.parametrize(("partial", "expected"), [(True, 32), (False, 32)])
+@pytest.mark.parametrize("length", [33, 30])
+def test_a_repeated_prompt_is_reused(
+    make_engine: Make, prompt: Make, request_of: Make, partial: bool, expected: int, length: int
+) -> None:
+    bench = make_engine(cache={"enable_partial_reuse": partial})
+    first, *_ = bench.run(request_of("a", prompt(length)))
+    again, *_ = bench.run(request_of("b", prompt(length)))
+    assert first.last.cached_tokens == 0
+    assert again.last.cached_tokens == (length - 1 if partial else (length - 1) // BLOCK * BLOCK)
+    assert again.last.prompt_tokens == length
+    assert again.tokens == first.tokens
+    bench.check_idle()
+
+
+def test_without_reuse_nothing_is_cached(make_engine: Make, prompt: Make, request_of: Make) -> None:
+    bench = make_engine(cache={"enable_block_reuse": False})
+    first, *_ = bench.run(request_of("a", prompt(33)))
+    again, *_ = bench.run(request_of("b", prompt(33)))
+    assert again.last.cached_tokens == 0
+    assert again.tokens == first.tokens
+    bench.check_idle()
+
+
+def test_salted_prompts_are_not_shared(make_engine: Make, prompt: Make, request_of: Make) -> None:
+    bench = make_engine()
+    bench.run(request_of("a", prompt(33), cache_salt="x"))
+    assert bench.run(request_of("b", prompt(33), cache_salt="y"))[0].last.cached_tokens == 0
+    assert bench.run(request_of("c", prompt(33), cache_salt="x"))[0].last.cached_tokens == 32
+
+
+def test_choices_of_one_prompt_prefill_once(make_engine: Make, prompt: Make, request_of: Make) -> None:
+    bench = make_engine(max_num_tokens=16)
+    bench.run(*(request_of(f"n{i}", prompt(41), temperature=1.0, seed=i) for i in range(4)))
+    assert bench.executor.counters.prefilled_tokens < 41 + 4 * (BLOCK + 1)
+
+
+@pytest.mark.parametrize("policy", ["max_utilization", "guaranteed_no_evict"])
+def test_a_cache_too_small_for_all_serves_all(make_engine: Make, prompt: Make, request_of: Make, policy: str) -> None:
+    """Sixteen requests that need several times the cache: all finish, with their solo outputs, and no page is lost."""
+    requests = [
+        request_of(f"r{i}", prompt(5 + (i * 13) % 40, i), max_tokens=20 + (i * 7) % 30, seed=i, temperature=i % 2 * 0.8)
+        for i in range(16)
+    ]
+    alone = make_engine()
+    expected = [alone.run(request)[0].tokens for request in requests]
+    bench = make_engine(tokens=120, max_num_tokens=32, scheduler_policy=policy)
+    answers = bench.run(*requests)
+    for request, answer, tokens in zip(requests, answers, expected, strict=True):
+        assert answer.tokens == tokens, request.request_id
+    assert (bench.executor.counters.preemptions > 0) == (policy == "max_utilization")
+    bench.check_idle()
+
+
+def test_one_sequence_can_fill_the_whole_cache(make_engine: Make, prompt: Make, request_of: Make) -> None:
+    bench = make_engine(tokens=38, cache={"max_util_for_resume": 1.0})
+    pages = bench.cache.total
+    request = request_of("a", prompt(20), max_tokens=pages * BLOCK - 20 + 1)
+    first = bench.run(request)[0]
+    assert first.reason == "length"
+    # Again, with every page full of its own prefix.
+    again = bench.run(Generate(**{**{f: getattr(request, f) for f in request.__struct_fields__}, "request_id": "b"}))[0]
+    assert again.tokens == first.tokens
+    bench.check_idle()
+
+
+def test_a_request_beyond_the_cache_is_refused_with_numbers(make_engine: Make, prompt: Make, request_of: Make) -> None:
+    bench = make_engine(tokens=40)
+    [answer] = bench.run(request_of("a", prompt(60)))
+    assert answer.failure.status == 400
+    assert "75 tokens (60 of them the prompt)" in answer.failure.message
+    assert f"holds {bench.cache.total * BLOCK}" in answer.failure.message
+
+
+def test_seeds_reproduce_and_differ(make_engine: Make, prompt: Make, request_of: Make) -> None:
+    bench = make_engine()
+    sampled = {"temperature": 1.0, "max_tokens": 24}
+    runs = [
+        bench.run(request_of(f"s{i}", prompt(9), seed=seed, **sampled))[0].tokens for i, seed in enumerate([1, 1, 2])
+    ]
+    assert runs[0] == runs[1] != runs[2]
+    crowd = bench.run(
+        request_of("again", prompt(9), seed=1, **sampled),
+        *(request_of(f"other{i}", prompt(12, i + 1), seed=i, **sampled) for i in range(5)),
+    )
+    assert crowd[0].tokens == runs[0]
+
+
+def test_stop_ids_end_a_sequence(make_engine: Make, prompt: Make, request_of: Make) -> None:
+    bench = make_engine()
+    free = bench.run(request_of("free", prompt(9)))[0].tokens
+    stop = free[5]
+    first = free.index(stop)
+    answer = bench.run(request_of("a", prompt(9), stop_token_ids=[stop]))[0]
+    assert answer.tokens == free[: first + 1]
+    assert (answer.reason, answer.last.stop_token_id) == ("stop", stop)
+    held_off = bench.run(request_of("b", prompt(9), stop_token_ids=[stop], min_tokens=12))[0]
+    assert len(held_off.tokens) >= 12
+    assert stop not in held_off.tokens[:12]
+
+
+def test_eos_ends_a_sequence_unless_ignored(make_engine: Make, prompt: Make, request_of: Make) -> None:
+    bench = make_engine()
+    bias = {"logit_bias": {EOS: 100.0}, "max_tokens": 5}
+    assert bench.run(request_of("a", prompt(9), ignore_eos=False, **bias))[0].tokens == [EOS]
+    assert bench.run(request_of("b", prompt(9), ignore_eos=True, **bias))[0].tokens == [EOS] * 5
+
+
+def test_logprobs_come_with_every_token(make_engine: Make, prompt: Make, request_of: Make) -> None:
+    answer = make_engine().run(request_of("a", prompt(9), logprobs=2, max_tokens=5))[0]
+    assert [entry.token_id for entry in answer.logprobs] == answer.tokens
+    for entry in answer.logprobs:
+        assert entry.top[0] == (entry.token_id, entry.logprob)
+        assert len(entry.top) == 2
+        assert entry.logprob <= 0
+
+
+def test_aborts_at_random_times_lose_no_page(make_engine: Make, prompt: Make, request_of: Make) -> None:
+    bench = make_engine(tokens=200, max_num_tokens=16)
+    rng = random.Random(3)
+    alive: list[str] = []
+    for index in range(120):
+        if rng.random() < 0.6:
+            bench.submit(request_of(f"r{index}", prompt(1 + rng.randrange(50), rng.randrange(6)), max_tokens=30))
+            alive.append(f"r{index}")
+        if alive and rng.random() < 0.5:
+            bench.executor.abort(alive.pop(rng.randrange(len(alive))))
+        bench.step()
+    for name in alive:
+        bench.executor.abort(name)
+    bench.executor.abort("never heard of")
+    bench.step()
+    assert all(answer.over for answer in bench.answers.values())
+    assert "cancelled" in {answer.reason for answer in bench.answers.values()}
+    bench.check_idle()
+    assert bench.run(request_of("next", prompt(30)))[0].reason == "length"
+
+
+def test_a_deadline_ends_a_request(make_engine: Make, prompt: Make, request_of: Make) -> None:
+    clock = ManualClock()
+    bench = make_engine(clock=clock)
+    bench.submit(request_of("a", prompt(9), deadline_s=2.0, max_tokens=400))
+    bench.step()
+    assert bench.executor.next_deadline_in_s() == pytest.approx(2.0)
+    clock.advance(2.5)
+    bench.step()
+    assert bench.answers["a"].failure.status == 504
+    assert bench.answers["a"].failure.code == "deadline_exceeded"
+    assert bench.executor.next_deadline_in_s() is None
+    bench.check_idle()
+
+
+def test_a_failing_batch_fails_its_requests_only(
+    make_engine: Make, prompt: Make, request_of: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_engine()
+    runner = bench.executor._runner
+    real = runner.run
+
+    def broken(chunks: Any) -> torch.Tensor:
+        raise RuntimeError("illegal instruction")
+
+    bench.submit(request_of("a", prompt(9)))
+    bench.submit(request_of("b", prompt(12, 1)))
+    monkeypatch.setattr(runner, "run", broken)
+    bench.step()
+    monkeypatch.setattr(runner, "run", real)
+    for name in "ab":
+        failure = bench.answers[name].failure
+        assert (failure.status, failure.code) == (500, "model_error")
+        assert "illegal" not in failure.message
+    bench.check_idle()
+    assert bench.run(request_of("c", prompt(9)))[0].reason == "length"
+
+
+def test_a_row_of_nan_fails_its_request_only(
+    make_engine: Make, prompt: Make, request_of: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_engine()
+    runner = bench.executor._runner
+    real = runner.run
+
+    def poisoned(chunks: Any) -> torch.Tensor:
+        logits = real(chunks).clone()
+        logits[0] = torch.nan
+        return logits
+
+    monkeypatch.setattr(runner, "run", poisoned)
+    bench.submit(request_of("a", prompt(9)))
+    bench.submit(request_of("b", prompt(12, 1)))
+    bench.step()
+    monkeypatch.setattr(runner, "run", real)
+    assert bench.answers["a"].failure.code == "model_error"
+    while not bench.answers["b"].over:
+        bench.step()
+    assert bench.answers["b"].reason == "length"
+    bench.check_idle()
+
+
+def test_duplicates_and_a_full_queue_are_refused(make_engine: Make, prompt: Make, request_of: Make) -> None:
+    bench = make_engine(max_queue=2, max_batch_size=1)
+    bench.submit(request_of("a", prompt(9)))
+    bench.executor.submit(request_of("b", prompt(9, 1)))
+    bench.executor.submit(request_of("c", prompt(9, 2)))
+    assert bench.answers["c"].failure.status == 429
+    bench.executor.submit(request_of("d", prompt(9, 2), priority=1))
+    assert bench.answers["d"].failure.code == "queue_full"
+
+
+def test_statistics(make_engine: Make, prompt: Make, request_of: Make) -> None:
+    clock = ManualClock()
+    bench = make_engine(clock=clock)
+    bench.run(request_of("a", prompt(33)), request_of("b", prompt(33, 5)))
+    bench.run(request_of("c", prompt(33)))
+    assert sum(isinstance(message, EngineStats) for message in bench.messages) == 1  # time stands still
+    assert bench.engine.reporter.due_in_s() == pytest.approx(0.25)
+    clock.advance(5.0)
+    bench.step()
+    stats = bench.messages[-1]
+    assert isinstance(stats, EngineStats)
+    assert (stats.prompt_tokens_total, stats.cached_tokens_total, stats.generated_tokens_total) == (99, 32, 48)
+    assert stats.prefilled_tokens_total == 67
+    assert stats.integrity_checks_total > 0
+    assert stats.integrity_failures_total == 0
+    assert stats.pages_free + stats.pages_evictable == stats.pages_total
+    assert bench.engine.reporter.due_in_s() is None
+    before = len(bench.messages)
+    clock.advance(5.0)
+    bench.step()
+    assert len(bench.messages) == before
+
+
+def test_priority_is_served_first(make_engine: Make, prompt: Make, request_of: Make) -> None:
+    bench = make_engine(max_batch_size=1)
+    order = []
+    for index in range(3):
+        bench.submit(request_of(f"r{index}", prompt(5, index), max_tokens=2, priority=index))
+    while len(order) < 3:
+        bench.step()
+        order += [name for name, answer in bench.answers.items() if answer.over and name not in order]
+    assert order == ["r2", "r1", "r0"]
+
+
+def test_token_ids_are_little_endian_int32(make_engine: Make, request_of: Make) -> None:
+    tokens = np.array([5, 6, 7], dtype="<i4").tobytes()
+    assert make_engine().run(request_of("a", tokens))[0].last.prompt_tokens == 3
