@@ -24,7 +24,10 @@ from kvmesh.cli.supervisor import Child, ChildEvent, Supervisor
 from kvmesh.config import MeshSettings, RouterSettings
 from kvmesh.config.sources import ENV_PREFIX
 
-__all__ = ["SECRET_VARIABLE", "run_mesh"]
+__all__ = ["PROGRAM", "SECRET_VARIABLE", "run_mesh"]
+
+PROGRAM = (sys.executable, "-m", "kvmesh.cli.main")
+"""How a child is run."""
 
 LOG_POLL_S = 0.5
 """How late a child's warning is shown; each poll asks for a handful of file sizes."""
@@ -196,7 +199,7 @@ def _prepare(plan: ChildPlan, run_dir: RunDir, secret: str) -> Child:
         yaml.safe_dump(settings, file, sort_keys=False)
     log = run_dir.log_of(plan.name)
     log.unlink(missing_ok=True)
-    argv = [sys.executable, "-m", "kvmesh.cli.main", plan.command, "--config", str(config)]
+    argv = [*PROGRAM, plan.command, "--config", str(config)]
     return Child(plan.name, argv, log, plan.stop_rank)
 
 

@@ -7,7 +7,6 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from kvmesh.cli.console import Progress, print_ready
 from kvmesh.cli.errors import UserError
 from kvmesh.cli.flags import parse_assignments
 from kvmesh.cli.logs import tail
-from kvmesh.cli.mesh import SECRET_VARIABLE, run_mesh
+from kvmesh.cli.mesh import PROGRAM, SECRET_VARIABLE, run_mesh
 from kvmesh.cli.plan import Machine, MeshPlan, plan_mesh
 from kvmesh.cli.ports import PortPicker
 from kvmesh.cli.rundir import RunDir, RunDirBusyError, is_running
@@ -147,7 +146,7 @@ def _detach(args: argparse.Namespace, console: Console, run_dir: RunDir, mesh: M
     flags = [value for value in args.raw if value != "--detach"]
     with log_path.open("wb") as log:
         child = subprocess.Popen(  # noqa: S603 - this very program
-            [sys.executable, "-m", "kvmesh.cli.main", *flags],
+            [*PROGRAM, *flags],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -1,0 +1,186 @@
+"""``kvmesh up`` and ``down`` as processes, with children that need no model."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvmesh.cli.rundir import MeshState, RunDir, start_ticks
+
+PROGRAM = Path(__file__).with_name("mesh_program.py")
+PORTS = ("--port=0", "--set=coordinator.port=0", "--set=indexer.port=0", "--set=lease_s=1", "--set=drain_s=1")
+
+
+class Command:
+    """Runs the command with a run directory and a temp directory of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.run_dir = RunDir(directory / "run")
+        self.temp = directory / "tmp"
+        self.temp.mkdir()
+        self.env = {**os.environ, "KVMESH_RUN_DIR": str(self.run_dir.path), "TMPDIR": str(self.temp), "COLUMNS": "200"}
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, *argv: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), *argv],
+            env=self.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        self.started.append(process)
+        return process
+
+    def run(self, *argv: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(PROGRAM), *argv],
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    def ready(self) -> MeshState:
+        wait(lambda: (state := self.run_dir.read()) is not None and state.phase == "ready")
+        state = self.run_dir.read()
+        assert state is not None
+        return state
+
+    def assert_nothing_left(self, state: MeshState) -> None:
+        assert [path.name for path in self.run_dir.path.iterdir()] == ["logs"]
+        assert list(self.temp.iterdir()) == []
+        wait(lambda: not any(start_ticks(child.pid) for child in state.children))
+
+
+def wait(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[Command]:
+    command = Command(tmp_path)
+    yield command
+    state = command.run_dir.read()
+    for process in command.started:
+        if process.poll() is None:
+            process.terminate()
+        process.communicate(timeout=30)
+    for child in state.children if state is not None else []:
+        if start_ticks(child.pid) == child.start_ticks != 0:
+            os.kill(child.pid, signal.SIGKILL)
+
+
+def test_up_answers_says_so_and_leaves_nothing(command):
+    up = command.start("up", *PORTS)
+    state = command.ready()
+    assert {child.name for child in state.children} == {"coordinator", "indexer", "context-0", "generation-0", "router"}
+    second = command.run("up", *PORTS)
+    assert second.returncode == 2
+    assert "a mesh runs already at" in second.stderr
+    status = command.run("status")
+    assert "context-0" in status.stdout
+    wait(lambda: "a warning" in command.run_dir.log_of("context-0").read_text())
+    time.sleep(0.6)  # one poll of the logs: what is tested is that it shows
+    up.send_signal(signal.SIGINT)
+    output, _ = up.communicate(timeout=30)
+    assert up.returncode == 0, output
+    assert f"KVMesh is ready at {state.url}" in output
+    assert "A Paris." in output
+    assert re.search(r"first token after \d+ ms \(TTFT\), then \d+\.\d ms a token \(TPOT\)", output)
+    assert f"curl -N {state.url}/v1/chat/completions" in output
+    assert "context-0 warning a warning to show" in output
+    secret = re.search(r"secret=(\S+)", output)
+    assert secret is not None
+    command.assert_nothing_left(state)
+
+
+def test_a_killed_child_comes_back_and_rejoins(command):
+    up = command.start("up", *PORTS)
+    before = command.ready()
+    pids = {child.name: child.pid for child in before.children}
+    for name in ("context-0", "coordinator"):
+        os.kill(pids[name], signal.SIGKILL)
+
+    def all_back() -> bool:
+        state = command.run_dir.read()
+        now = {child.name: child for child in state.children}
+        return all(name in now and now[name].pid != pids[name] for name in ("context-0", "coordinator"))
+
+    wait(all_back)
+    wait(lambda: "generation-0" in (text := command.run("status").stdout) and "context-0" in text)
+    after = command.run_dir.read()
+    assert {child.name: child.restarts for child in after.children}["context-0"] == 1
+    up.send_signal(signal.SIGTERM)
+    output, _ = up.communicate(timeout=30)
+    assert "context-0 died (SIGKILL); starting it again in 0.5 s" in output
+    command.assert_nothing_left(after)
+
+
+def test_detached_and_down(command):
+    up = command.run("up", "--detach", *PORTS)
+    assert up.returncode == 0, up.stdout
+    assert "KVMesh is ready at" in up.stdout
+    assert "kvmesh down stops it" in up.stdout
+    state = command.ready()
+    down = command.run("down")
+    assert down.stdout == f"stopped {state.url}\n"
+    assert start_ticks(state.supervisor.pid) == 0
+    command.assert_nothing_left(state)
+    assert "no mesh runs" in command.run("down").stdout
+
+
+def test_down_cleans_up_after_a_killed_supervisor(command):
+    up = command.start("up", *PORTS)
+    state = command.ready()
+    up.kill()
+    up.wait()
+    assert command.run("down").returncode == 0
+    command.assert_nothing_left(state)
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_start_with_its_log(command):
+    up = command.run("up", "--model=broken", *PORTS)
+    assert up.returncode == 1
+    assert "generation-0 does not start (exit status 2)" in up.stdout
+    assert "this model cannot be loaded" in up.stdout
+    assert [path.name for path in command.run_dir.path.iterdir()] == ["logs"]
+    detached = command.run("up", "--detach", "--model=broken", *PORTS)
+    assert detached.returncode == 1
+    assert "this model cannot be loaded" in detached.stdout
+
+
+def test_a_mesh_that_is_not_ready_in_time_says_what_it_waited_for(command):
+    up = command.run("up", "--set=ready_timeout_s=0.01", *PORTS)
+    assert up.returncode == 1
+    assert "not ready within 0.01 s" in up.stdout
+
+
+def test_a_taken_port_is_named(command):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        up = command.run("up", f"--port={listener.getsockname()[1]}")
+    assert up.returncode == 2
+    assert "is taken; choose another with --port" in up.stderr
+
+
+@pytest.mark.parametrize("flags", [("--context=0",), ("--set=contxt.port=1",), ("--config=/absent.yaml",)])
+def test_bad_settings_are_one_sentence(command, flags):
+    up = command.run("up", *flags)
+    assert up.returncode == 2
+    assert up.stderr.startswith("kvmesh up: ")
+    assert len(up.stderr.splitlines()) == 1
