@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from urllib.parse import urlsplit
 
 import anyio
 import msgspec
@@ -97,28 +98,29 @@ def _processes() -> RenderableType:
 
 
 def _members(members: list[Member]) -> Table:
-    table = Table("member", "role", "url", "run/wait", "in transfer", "pages free", "prompt tokens cached", "generated")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("member", "role", "address"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("run+wait", "moving", "pages free", "prompt cached", "generated"):
+        table.add_column(heading, justify="right")
     for member in sorted(members, key=lambda member: (member.role, member.instance_id)):
         load = member.load
         name = Text(member.instance_id) + (Text(" draining", "yellow") if member.draining else Text())
-        if member.role in ("router", "indexer"):
-            table.add_row(name, member.role, member.url, "", "", "", "", "")
-            continue
-        table.add_row(
-            name,
-            member.role,
-            member.url,
-            f"{load.running}/{load.waiting}",
-            str(load.in_transfer),
-            _share(load.pages_free + load.pages_evictable, load.pages_total, f"{load.pages_evictable} reusable"),
-            _share(load.cached_tokens_total, load.prompt_tokens_total),
-            str(load.generated_tokens_total),
-        )
+        row: list[RenderableType] = [name, member.role, urlsplit(member.url).netloc]
+        if member.role not in ("router", "indexer"):
+            row += [
+                f"{load.running}+{load.waiting}",
+                str(load.in_transfer),
+                _share(load.pages_free + load.pages_evictable, load.pages_total),
+                _share(load.cached_tokens_total, load.prompt_tokens_total),
+                str(load.generated_tokens_total),
+            ]
+        table.add_row(*row)
     return table
 
 
-def _share(part: int, whole: int, note: str = "") -> str:
-    return f"{part}/{whole} ({part / whole:.0%}{', ' + note if note else ''})" if whole else "-"
+def _share(part: int, whole: int) -> str:
+    return f"{part}/{whole} {part / whole:.0%}" if whole else "-"
 
 
 def _transfers(listed: TransferList) -> RenderableType:
@@ -130,7 +132,7 @@ def _transfers(listed: TransferList) -> RenderableType:
 
 
 def _list(records: list[TransferRecord]) -> Table:
-    table = Table("transfer", "state", "from", "to", "tokens", "bytes", "age", "reason", box=None)
+    table = Table("transfer", "state", "from", "to", "tokens", "bytes", "age", "reason", box=None, pad_edge=False)
     for record in records:
         sides = {side.side: side for side in record.sides}
         source, target = sides.get("context"), sides.get("generation")

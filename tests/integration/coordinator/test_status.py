@@ -48,9 +48,9 @@ async def test_status_shows_members_cache_and_transfers(coordinator, capsys, mon
         report = json.loads(capsys.readouterr().out)
     for part in (
         "context-0",
-        "3/0",
-        "50/100 (50%, 25 reusable)",
-        "20/50 (40%)",
+        "3+0",
+        "50/100 50%",
+        "20/50 40%",
         "1 transferring",
         "77",
         "5.00 MB",
