@@ -69,7 +69,8 @@ constexpr int kDecodeRows = 16;
 struct LinearArgs {
   float* out;
   const float* x;
-  const float* block_sums;  // Q4_1: per token and block of 32, the sum of x
+  const float* packed_x;    // x in tiles of a few tokens, [columns][tokens of the tile]: prepare_linear
+  const float* block_sums;  // [tokens, columns / 32], the sums of x that a block's minimum multiplies
   const uint8_t* panels;
   int64_t out_stride, x_stride, tokens, rows, columns;
 };
@@ -86,7 +87,7 @@ struct LevelTable {
   void (*attention_decode)(const AttentionArgs&, const AttentionTask&, void* scratch);
   void (*attention_prefill)(const AttentionArgs&, const AttentionTask&, void* scratch);
   void (*attention_merge)(const AttentionArgs&, const AttentionTask* parts, int count, void* scratch);
-  void (*block_sums)(const LinearArgs&, float* sums);
+  void (*prepare_linear)(const LinearArgs&, float* packed_x, float* block_sums);
   void (*linear_q4_1)(const LinearArgs&, int64_t panel_begin, int64_t panel_end);
   void (*linear_q8_0)(const LinearArgs&, int64_t panel_begin, int64_t panel_end);
 };

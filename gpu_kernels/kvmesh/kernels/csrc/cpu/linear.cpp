@@ -3,6 +3,8 @@
 // Lanes are the 16 rows of a panel (core/quant_panels.h). Integers are widened to float32 in registers and multiplied
 // with x unrounded; the block's scale and minimum are applied once per 32 columns, which is the same sum reassociated.
 // The order of additions never depends on the number of tokens, so a token's result is that of any batch.
+#include <type_traits>
+
 #include "../core/quant_panels.h"
 #include "kernels.h"
 #include "simd.h"
@@ -21,8 +23,6 @@ constexpr int kTokens = 1;
 #endif
 constexpr int kPrefetchBytes = 4096;
 
-typedef int8_t VSignedByte __attribute__((vector_size(KVM_LANES)));
-
 KVM_INLINE VFloat half_scales(const uint8_t* p, int part) {
   return Lanes<Float16>::load(reinterpret_cast<const Float16*>(p) + part * kLanes);
 }
@@ -34,7 +34,7 @@ KVM_INLINE VFloat nibble_to_float(VUint v) {
   const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   return (VFloat)_mm512_permutexvar_ps((__m512i)v, values);
 #else
-  return __builtin_convertvector((VInt)(v & 15u), VFloat);
+  return to_lanes((VInt)(v & 15u));
 #endif
 }
 
@@ -43,8 +43,7 @@ struct Q4 {
 
   // sums[token][part][parity] += weights of this block, unscaled, times x.
   template <int Tokens>
-  static KVM_INLINE void multiply(VFloat (&sums)[Tokens][kParts][2], const uint8_t* panel, const float* x,
-                                  int64_t x_stride) {
+  static KVM_INLINE void multiply(VFloat (&sums)[Tokens][kParts][2], const uint8_t* panel, const float* x) {
 #pragma GCC unroll 4
     for (int g = 0; g < 4; ++g) {
       VUint packed[kParts];
@@ -55,7 +54,7 @@ struct Q4 {
         for (int p = 0; p < kParts; ++p) w[p] = nibble_to_float(packed[p] >> (4 * n));
 #pragma GCC unroll 8
         for (int t = 0; t < Tokens; ++t) {
-          VFloat value = splat(x[t * x_stride + g * 8 + n]);
+          VFloat value = splat(x[(g * 8 + n) * Tokens + t]);
           for (int p = 0; p < kParts; ++p) sums[t][p][n % 2] += w[p] * value;
         }
       }
@@ -80,18 +79,15 @@ struct Q8 {
   static constexpr int kBytes = kQ8PanelBytes;
 
   template <int Tokens>
-  static KVM_INLINE void multiply(VFloat (&sums)[Tokens][kParts][2], const uint8_t* panel, const float* x,
-                                  int64_t x_stride) {
+  static KVM_INLINE void multiply(VFloat (&sums)[Tokens][kParts][2], const uint8_t* panel, const float* x) {
 #pragma GCC unroll 32
     for (int k = 0; k < kBlockColumns; ++k) {
       VFloat w[kParts];
-      for (int p = 0; p < kParts; ++p) {
-        VSignedByte bytes = load_bits<VSignedByte>(panel + k * kPanelRows + p * kLanes);
-        w[p] = __builtin_convertvector(__builtin_convertvector(bytes, VInt), VFloat);
-      }
+      for (int p = 0; p < kParts; ++p)
+        w[p] = to_lanes(widen_i8(panel + k * kPanelRows + p * kLanes));
 #pragma GCC unroll 8
       for (int t = 0; t < Tokens; ++t) {
-        VFloat value = splat(x[t * x_stride + k]);
+        VFloat value = splat(x[k * Tokens + t]);
         for (int p = 0; p < kParts; ++p) sums[t][p][k % 2] += w[p] * value;
       }
     }
@@ -112,13 +108,13 @@ template <class Format, int Tokens>
 void multiply_panel(const LinearArgs& a, int64_t panel_index, int64_t token) {
   int64_t blocks = a.columns / kBlockColumns;
   const uint8_t* panel = a.panels + panel_index * blocks * Format::kBytes;
-  const float* x = a.x + token * a.x_stride;
+  const float* x = a.packed_x + token * a.columns;
   const float* block_sums = a.block_sums + token * blocks;
   VFloat totals[Tokens][kParts] = {};
   for (int64_t block = 0; block < blocks; ++block) {
     for (int line = 0; line < Format::kBytes; line += 64) __builtin_prefetch(panel + kPrefetchBytes + line, 0, 3);
     VFloat sums[Tokens][kParts][2] = {};
-    Format::template multiply<Tokens>(sums, panel, x + block * kBlockColumns, a.x_stride);
+    Format::template multiply<Tokens>(sums, panel, x + block * kBlockColumns * Tokens);
     Format::template apply_scales<Tokens>(totals, sums, panel, block_sums + block, blocks);
     panel += Format::kBytes;
   }
@@ -135,39 +131,50 @@ void multiply_panel(const LinearArgs& a, int64_t panel_index, int64_t token) {
   }
 }
 
-// The last tokens, fewer than kTokens: the largest power of two first.
-template <class Format, int Tokens>
-void multiply_rest(const LinearArgs& a, int64_t panel, int64_t token) {
+// Calls visit(token, tile size) for every pass over a panel: whole tiles, then the rest by powers of two.
+template <int Tokens, class Visit>
+KVM_INLINE void for_rest(int64_t token, int64_t tokens, Visit visit) {
   if constexpr (Tokens > 0) {
-    if (a.tokens - token >= Tokens) {
-      multiply_panel<Format, Tokens>(a, panel, token);
+    if (tokens - token >= Tokens) {
+      visit(token, std::integral_constant<int, Tokens>());
       token += Tokens;
     }
-    multiply_rest<Format, Tokens / 2>(a, panel, token);
+    for_rest<Tokens / 2>(token, tokens, visit);
   }
+}
+template <class Visit>
+KVM_INLINE void for_tiles(int64_t tokens, Visit visit) {
+  int64_t token = 0;
+  for (; token + kTokens <= tokens; token += kTokens) visit(token, std::integral_constant<int, kTokens>());
+  for_rest<kTokens / 2>(token, tokens, visit);
 }
 
 template <class Format>
 void multiply_panels(const LinearArgs& a, int64_t begin, int64_t end) {
   for (int64_t panel = begin; panel < end; ++panel) {
-    int64_t token = 0;
-    for (; token + kTokens <= a.tokens; token += kTokens) multiply_panel<Format, kTokens>(a, panel, token);
-    multiply_rest<Format, kTokens / 2>(a, panel, token);
+    for_tiles(a.tokens, [&](int64_t token, auto tile) { multiply_panel<Format, tile()>(a, panel, token); });
   }
 }
 
 }  // namespace
 
-void block_sums(const LinearArgs& a, float* sums) {
+void prepare_linear(const LinearArgs& a, float* packed_x, float* block_sums) {
   int64_t blocks = a.columns / kBlockColumns;
   for (int64_t t = 0; t < a.tokens; ++t) {
     for (int64_t b = 0; b < blocks; ++b) {
       const float* x = a.x + t * a.x_stride + b * kBlockColumns;
       VFloat total{};
       for (int i = 0; i < kBlockColumns; i += kLanes) total += load(x + i);
-      sums[t * blocks + b] = sum(total);
+      block_sums[t * blocks + b] = sum(total);
     }
   }
+  for_tiles(a.tokens, [&](int64_t token, auto tile) {
+    float* to = packed_x + token * a.columns;
+    for (int t = 0; t < tile(); ++t) {
+      const float* from = a.x + (token + t) * a.x_stride;
+      for (int64_t k = 0; k < a.columns; ++k) to[k * tile() + t] = from[k];
+    }
+  });
 }
 
 void linear_q4_1(const LinearArgs& a, int64_t begin, int64_t end) { multiply_panels<Q4>(a, begin, end); }

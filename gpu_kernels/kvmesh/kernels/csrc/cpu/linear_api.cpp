@@ -53,15 +53,13 @@ KVMESH_API int kvmesh_cpu_quantized_linear(float* out, int64_t out_stride, const
                                            const uint8_t* panels, int32_t kind, int64_t tokens, int64_t rows,
                                            int64_t columns) {
   if (!valid(kind, rows, columns) || tokens < 0) return KVMESH_BAD_SHAPE;
-  LinearArgs args{out, x, nullptr, panels, out_stride, x_stride, tokens, rows, columns};
   const LevelTable& kernels = level();
-  if (kind == kQ4_1) {
-    float* sums = static_cast<float*>(
-        thread_scratch(kCallScratch, size_t(tokens * (columns / kBlockColumns)) * sizeof(float)));
-    if (sums == nullptr && tokens > 0) return KVMESH_NO_MEMORY;
-    kernels.block_sums(args, sums);
-    args.block_sums = sums;
-  }
+  int64_t blocks = columns / kBlockColumns;
+  float* packed_x = static_cast<float*>(thread_scratch(kCallScratch, size_t(tokens * (columns + blocks)) * sizeof(float)));
+  if (packed_x == nullptr && tokens > 0) return KVMESH_NO_MEMORY;
+  float* block_sums = packed_x + tokens * columns;
+  LinearArgs args{out, x, packed_x, block_sums, panels, out_stride, x_stride, tokens, rows, columns};
+  kernels.prepare_linear(args, packed_x, block_sums);
   auto multiply = kind == kQ4_1 ? kernels.linear_q4_1 : kernels.linear_q8_0;
   int64_t count = (rows + kPanelRows - 1) / kPanelRows, bytes = columns / kBlockColumns * panel_bytes(kind);
   if (count * bytes * tokens < kParallelBytes) {

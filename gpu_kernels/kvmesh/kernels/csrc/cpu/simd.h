@@ -66,6 +66,62 @@ KVM_INLINE VInt lane_index() {
   return v;
 }
 
+// ---- integers of 8 and 16 bits, widened to 32: the compiler's own conversions of such short vectors go lane by lane
+
+KVM_INLINE VUint widen_u16(const void* p) {
+#if defined(__AVX512F__)
+  return (VUint)_mm512_cvtepu16_epi32(load_bits<__m256i>(p));
+#elif defined(__AVX2__)
+  return (VUint)_mm256_cvtepu16_epi32(load_bits<__m128i>(p));
+#elif defined(__x86_64__)
+  return (VUint)_mm_unpacklo_epi16(_mm_loadl_epi64((const __m128i*)p), _mm_setzero_si128());
+#else
+  return __builtin_convertvector(load_bits<VHalf>(p), VUint);
+#endif
+}
+
+KVM_INLINE VUint widen_u8(const void* p) {
+#if defined(__AVX512F__)
+  return (VUint)_mm512_cvtepu8_epi32(load_bits<__m128i>(p));
+#elif defined(__AVX2__)
+  return (VUint)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#elif defined(__x86_64__)
+  __m128i bytes = _mm_cvtsi32_si128(load_bits<int32_t>(p)), zero = _mm_setzero_si128();
+  return (VUint)_mm_unpacklo_epi16(_mm_unpacklo_epi8(bytes, zero), zero);
+#else
+  return __builtin_convertvector(load_bits<VByte>(p), VUint);
+#endif
+}
+
+KVM_INLINE VInt widen_i8(const void* p) {
+#if defined(__AVX512F__)
+  return (VInt)_mm512_cvtepi8_epi32(load_bits<__m128i>(p));
+#elif defined(__AVX2__)
+  return (VInt)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+  return (VInt)(widen_u8(p) << 24) >> 24;
+#endif
+}
+
+KVM_INLINE void store_u16(void* p, VUint v) {
+#if defined(__AVX512F__)
+  store_bits(p, _mm512_cvtepi32_epi16((__m512i)v));
+#elif defined(__AVX2__)
+  __m256i pairs = _mm256_packus_epi32((__m256i)v, (__m256i)v);
+  store_bits(p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(pairs, 0x08)));
+#else
+  store_bits(p, __builtin_convertvector(v, VHalf));
+#endif
+}
+
+KVM_INLINE VFloat to_lanes(VInt v) {
+#if defined(__AVX512F__)
+  return (VFloat)_mm512_cvtepi32_ps((__m512i)v);
+#else
+  return __builtin_convertvector(v, VFloat);
+#endif
+}
+
 // ---- loads and stores of every storage format, to and from float32 lanes ----
 
 template <class T>
@@ -80,14 +136,14 @@ struct Lanes<Float32> {
 template <>
 struct Lanes<BFloat16> {
   static KVM_INLINE VFloat load(const BFloat16* p) {
-    return (VFloat)(__builtin_convertvector(load_bits<VHalf>(p), VUint) << 16);
+    return (VFloat)(widen_u16(p) << 16);
   }
   static KVM_INLINE void store(BFloat16* p, VFloat v) {
     VUint u = (VUint)v;
     VUint rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
     VUint nan = (u >> 16) | 0x40u;
     rounded = (v == v) ? rounded : nan;
-    store_bits(p, __builtin_convertvector(rounded, VHalf));
+    store_u16(p, rounded);
   }
 };
 
@@ -118,7 +174,7 @@ struct Lanes<Float16> {
 template <>
 struct Lanes<Fp8E4M3> {
   static KVM_INLINE VFloat load(const Fp8E4M3* p) {
-    VUint b = __builtin_convertvector(load_bits<VByte>(p), VUint);
+    VUint b = widen_u8(p);
     VUint magnitude = b & 0x7fu;
     VFloat value = (VFloat)(magnitude << 20) * bit_cast<float>(0x7b800000u);
     value = (magnitude == 0x7fu) ? (VFloat)(magnitude | 0x7fc00000u) : value;
@@ -132,7 +188,7 @@ struct Lanes<Fp8E4M3> {
 template <>
 struct Lanes<Fp8E5M2> {
   static KVM_INLINE VFloat load(const Fp8E5M2* p) {
-    VUint b = __builtin_convertvector(load_bits<VByte>(p), VUint);
+    VUint b = widen_u8(p);
     VUint magnitude = b & 0x7fu;
     VFloat value = (VFloat)(magnitude << 21) * bit_cast<float>(0x77800000u);
     value = (magnitude >= 0x7cu) ? (VFloat)(0x7f800000u | (magnitude << 21)) : value;
