@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvmesh.models.errors import ModelError
 
-__all__ = ["cache_root", "exclusive", "make_cache_dir"]
+__all__ = ["cache_root", "exclusive"]
 
 _LOCK_POLL_S = 0.05
 
@@ -22,37 +22,24 @@ def cache_root() -> Path:
     return Path(configured).expanduser() if configured else Path.home() / ".cache" / "kvmesh" / "models"
 
 
-def make_cache_dir(path: Path) -> Path:
-    """Create ``path`` inside the cache and return it.
-
-    Raises:
-        ModelError: the place cannot be written.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ModelError(
-            f"Cannot write to the model cache at {path} ({error.strerror}); set KVMESH_MODEL_DIR to a writable place."
-        ) from error
-    return path
-
-
 @contextmanager
 def exclusive(lock_path: Path, timeout_s: float, doing: str) -> Iterator[None]:
     """Hold an advisory file lock, so that one process does ``doing`` and the others wait for its result.
 
-    The kernel drops the lock when its holder dies. The lock file stays: removing it would let two holders exist.
+    The lock's directory is created. The kernel drops the lock when its holder dies. The lock file stays: removing it
+    would let two holders exist.
 
     Raises:
         ModelError: another process held the lock for all of ``timeout_s``, or the place cannot be written.
     """
-    make_cache_dir(lock_path.parent)
     deadline_s = time.monotonic() + timeout_s
     try:
+        lock_path.parent.mkdir(parents=True, exist_ok=True)
         file = lock_path.open("w")
     except OSError as error:
         raise ModelError(
-            f"Cannot write {lock_path} ({error.strerror}); set KVMESH_MODEL_DIR to a writable directory."
+            f"Cannot write to the model cache at {lock_path.parent} ({error.strerror}); set KVMESH_MODEL_DIR to a "
+            "writable directory."
         ) from error
     with file:
         while True:

@@ -33,7 +33,8 @@ __all__ = ["ModelWeights", "ParameterSpec", "check_parameters", "load_parameters
 _log = structlog.get_logger(__name__)
 _SHARED_VERSION = b"1"  # raised when the meaning of the shared file changes
 _SHARE_TIMEOUT_S = 600.0  # dequantising and writing a model of a few billion parameters
-_DISK_MARGIN_BYTES = 1 << 30
+_SHARED_NAME = "model.safetensors"
+_DISK_MARGIN_BYTES = 1 << 30  # never fill a disk to the brim for a copy that is only a convenience
 _NAMES_IN_ERROR = 3
 
 
@@ -96,7 +97,8 @@ def shared_parameters(
 ) -> dict[str, Tensor]:
     """Every parameter in float32 on the CPU, mapped from a file that all processes share.
 
-    The file is made at first use, by one process. Where the disk has no room for it, parameters are private.
+    The file is made at first use, by one process. Where it cannot be made (a full disk, a read-only cache), the
+    parameters are this process's own, and a warning says so.
 
     Args:
         checkpoint: where the parameters come from.
@@ -104,20 +106,17 @@ def shared_parameters(
         directory: where shared files live.
         name: the model's name, the readable part of the file's name.
         fingerprint: identifies the checkpoint's content.
-
-    Raises:
-        ModelError: ``directory`` cannot be written.
     """
     key = hashlib.sha256(_SHARED_VERSION + fingerprint.encode() + repr(tuple(specs)).encode()).hexdigest()[:16]
     home = directory / f"{name}-{key}"
-    target = home / "model.safetensors"
-    with exclusive(home / ".lock", _SHARE_TIMEOUT_S, f"preparing {name}"):
-        if not target.is_file():
-            needed_bytes = sum(4 * int(np.prod(spec.shape)) for spec in specs)
-            if shutil.disk_usage(home).free < needed_bytes + _DISK_MARGIN_BYTES:
-                _log.warning("weights_not_shared", path=str(home), needed_bytes=needed_bytes, reason="disk is full")
-                return load_parameters(checkpoint, specs, torch.device("cpu"), torch.float32)
-            _write_float32(target, specs, (_assemble(checkpoint, spec) for spec in specs))
+    try:
+        if not (home / _SHARED_NAME).is_file():  # a finished file needs no lock: it appears whole
+            with exclusive(home / ".lock", _SHARE_TIMEOUT_S, f"preparing {name}"):
+                if not (home / _SHARED_NAME).is_file():
+                    _write_float32(home / _SHARED_NAME, specs, (_assemble(checkpoint, spec) for spec in specs))
+    except ModelError as error:
+        _log.warning("weights_not_shared", model=name, reason=str(error))
+        return load_parameters(checkpoint, specs, torch.device("cpu"), torch.float32)
     shared = SafetensorsCheckpoint(home)
     return {spec.name: shared.tensor(spec.name) for spec in specs}
 
@@ -129,11 +128,16 @@ def _assemble(checkpoint: Checkpoint, spec: ParameterSpec) -> Tensor:
 
 def _write_float32(target: Path, specs: Sequence[ParameterSpec], tensors: Iterator[Tensor]) -> None:
     """Write a safetensors file one tensor at a time, so that memory never holds the whole model."""
-    header, position = {}, 0
+    header: dict[str, object] = {}
+    position = 0
     for spec in specs:
         end = position + 4 * int(np.prod(spec.shape))
         header[spec.name] = {"dtype": "F32", "shape": list(spec.shape), "data_offsets": [position, end]}
         position = end
+    if (free_bytes := shutil.disk_usage(target.parent).free) < position + _DISK_MARGIN_BYTES:
+        raise ModelError(
+            f"{target.parent} has {free_bytes} bytes left on its disk; {position} and a margin are needed."
+        )
     text = json.dumps(header).encode()
     text += b" " * (-(len(text) + 8) % 64)  # the data starts on a cache line
     scratch = target.with_suffix(".partial")

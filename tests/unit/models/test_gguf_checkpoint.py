@@ -147,10 +147,14 @@ def test_dequantised_weights_are_made_once(tiny_llama: Any, cache_dir: Path, tmp
     assert len([*cache_dir.glob("derived/tiny-*/model.safetensors")]) == 2
 
 
-def test_without_disk_space_weights_are_private(
-    tiny_llama: Any, cache_dir: Path, tmp_path: Path, runner: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("trouble", ["full disk", "read-only cache"])
+def test_weights_that_cannot_be_shared_are_private(
+    trouble: str, tiny_llama: Any, cache_dir: Path, tmp_path: Path, runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 0}))
+    if trouble == "full disk":
+        monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 0}))
+    else:
+        cache_dir.write_text("not a directory")
     reference = tiny_llama()
     write_gguf(tmp_path / "tiny.gguf", reference, Q.Q4_1)
     check(tmp_path / "tiny.gguf", reference, runner)

@@ -134,3 +134,17 @@ def test_a_shorter_limit_makes_shorter_tables(tiny_llama: Any, tmp_path: Path, r
     torch.testing.assert_close(logits[0], reference_logits(reference, ids)[-1], atol=TOLERANCE, rtol=0)
     with pytest.raises(ValueError, match="exceeds the 128 tokens"):
         load_model(source, max_seq_len=129)
+
+
+def test_sixteen_bit_computation(tiny_llama: Any, tmp_path: Path, runner: Any) -> None:
+    """The code that serves GPUs, run on the CPU: the same model in bfloat16, to that format's precision."""
+    reference = tiny_llama()
+    reference.save_pretrained(tmp_path)
+    model = load_model(resolve_model(str(tmp_path)), dtype=torch.bfloat16)
+    assert {layer.dtype for layer in model.cache_requirements().layers} == {"bfloat16"}
+    ids = prompt(30, 6)
+    run = runner(model)
+    logits = torch.cat([run.step({"a": ids[:29]}, rows=range(29)), run.step({"a": ids[29:]})])
+    assert logits.dtype == torch.float32
+    expected = reference_logits(reference, ids)
+    assert float((logits - expected).norm() / expected.norm()) < 0.03
