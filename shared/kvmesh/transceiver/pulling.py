@@ -80,8 +80,12 @@ class Pulling:
             self._engine.send(session.endpoint, give_up)
 
     def ask_to_stop(self, session: ReceiveSession) -> None:
-        """Ask an owner that may be writing to stop and to say so."""
-        self._engine.send(session.endpoint, CancelSession(transfer_id=session.transfer_id, session=session.session))
+        """Ask an owner that may be writing to stop and to say so.
+
+        The ticket goes along: should the request have been lost, or overtaken, it can never be redeemed afterwards.
+        """
+        message = CancelSession(transfer_id=session.transfer_id, session=session.session, ticket=session.token)
+        self._engine.send(session.endpoint, message)
 
     def _submit(self, session: ReceiveSession, job: MoveJob | None, checksums: Sequence[bytes]) -> None:
         session.busy = True

@@ -6,6 +6,7 @@ Messages are handled on the control thread, slow work (checksums, writing) on on
 
 from __future__ import annotations
 
+import itertools
 import secrets
 
 import numpy as np
@@ -146,8 +147,10 @@ class SenderSide:
             try:
                 if peer is None:
                     raise TicketError("hello_required", "introduce yourself before asking for pages")
-                ticket = self._check(request.transfer_id, request.ticket)
-                self._spent.spend(ticket, self._engine.now_unix_ms())
+                ticket = self._engine.tickets.open_ticket(request.ticket)
+                now_ms = self._engine.now_unix_ms()
+                check_ticket(ticket, transfer_id=request.transfer_id, owner=self._engine.key, now_unix_ms=now_ms)
+                self._spent.spend(ticket, now_ms)
             except TicketError as error:
                 self._refuse(route, request, error.status, error.code or "ticket_refused", error.message)
                 return
@@ -196,10 +199,10 @@ class SenderSide:
             if session is not None and session.asked_by(peer, cancel.session):
                 self._apply(session, SendEvent.CANCEL, "cancelled by the receiver")
                 session.control.stop()
-            if cancel.ticket:
+            elif cancel.ticket:
                 self._give_up(cancel)
-            elif peer is not None and self.table.safe(cancel.transfer_id):
-                # Nothing of it moves: the receiver may reuse its pages. Else the worker says so when it has stopped.
+            if peer is not None and cancel.session and not self._moves(peer, cancel.session):
+                # The receiver may reuse its pages. Where something moves, the worker says so when it has stopped.
                 message = TransferResult(transfer_id=cancel.transfer_id, session=cancel.session, status="cancelled")
                 self._engine.send(route, message)
 
@@ -226,15 +229,15 @@ class SenderSide:
             control=session.control,
         )
 
-    def _check(self, transfer_id: int, token: bytes) -> Ticket:
-        engine = self._engine
-        ticket = engine.tickets.open_ticket(token)
-        check_ticket(ticket, transfer_id=transfer_id, now_unix_ms=engine.now_unix_ms(), owner=engine.key)
-        return ticket
+    def _moves(self, peer: PeerKey, number: int) -> bool:
+        sessions = itertools.chain(self.table.open.values(), self.table.quarantine)
+        return any(session.asked_by(peer, number) and not session.quiet for session in sessions)
 
     def _give_up(self, cancel: CancelSession) -> None:
         try:
-            ticket = self._check(cancel.transfer_id, cancel.ticket)
+            ticket = self._engine.tickets.open_ticket(cancel.ticket)
+            # Even an expired ticket is proof enough to give its pages up.
+            check_ticket(ticket, transfer_id=cancel.transfer_id, owner=self._engine.key)
         except TicketError as error:
             self.table.counters.refused += 1
             self._log.warning("a cancel without the right to it", transfer_id=cancel.transfer_id, code=error.code)

@@ -71,14 +71,16 @@ class Signer:
             raise TicketError("ticket_forged", f"the transfer ticket cannot be read: {error}") from error
 
 
-def check_ticket(ticket: Ticket, *, transfer_id: int, now_unix_ms: int, owner: PeerKey | None = None) -> None:
+def check_ticket(
+    ticket: Ticket, *, transfer_id: int, owner: PeerKey | None = None, now_unix_ms: int | None = None
+) -> None:
     """Check what a valid signature does not say.
 
     Args:
         ticket: an opened ticket.
         transfer_id: the transfer it is presented for.
-        now_unix_ms: the present.
         owner: this engine when it is asked for pages; None at a receiver, which reads the owner from the ticket.
+        now_unix_ms: the present; None where it does not matter whether the ticket has expired.
 
     Raises:
         TicketError: ``ticket_protocol``, ``ticket_mismatch``, ``ticket_foreign``, ``ticket_stale_epoch`` or
@@ -101,7 +103,7 @@ def check_ticket(ticket: Ticket, *, transfer_id: int, now_unix_ms: int, owner: P
             "ticket_stale_epoch",
             f"the ticket is of epoch {ticket.owner_epoch} of {owner.instance_id}, which is now at epoch {owner.epoch}",
         )
-    if now_unix_ms >= ticket.expires_unix_ms:
+    if now_unix_ms is not None and now_unix_ms >= ticket.expires_unix_ms:
         late_ms = now_unix_ms - ticket.expires_unix_ms
         raise TicketError("ticket_expired", f"the ticket for transfer {transfer_id} expired {late_ms} ms ago")
 

@@ -140,11 +140,12 @@ class NixlPlane:
                 agent_name = _text(self._agent.add_remote_agent(theirs.metadata))
         except self._errors as error:
             raise PlaneError(f"NIXL cannot reach {peer}: {error}") from error
+        failures: tuple[type[Exception], ...] = (PlaneError, *self._errors)
         try:
             if agent_name != str(peer):
                 raise PlaneError(f"{peer} describes the memory of {agent_name}")
             pages = self._reach(agent_name, theirs)
-        except (PlaneError, *self._errors) as error:
+        except failures as error:
             self._remove(agent_name, [])
             raise PlaneError(f"NIXL cannot reach {peer}: {error}") from error
         self._attached[peer] = _Attached(agent_name, pages, [pool.num_pages for pool in theirs.pools])

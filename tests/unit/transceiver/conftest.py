@@ -1,0 +1,334 @@
+"""Two engines in one thread: both sides over a wire that tests pump by hand, a plane they hold, and a manual clock."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from kvmesh.net.clock import ManualClock
+from kvmesh.protocol.disagg import HandOff
+from kvmesh.protocol.transfer import (
+    CancelSession,
+    Hello,
+    HelloReply,
+    Refused,
+    RequestData,
+    ResultAck,
+    TransferResult,
+)
+from kvmesh.transceiver.handshake import Handshake, Introduction
+from kvmesh.transceiver.ledger import Ledger
+from kvmesh.transceiver.local import LocalEngine
+from kvmesh.transceiver.planes.base import MoveJob, PlaneError
+from kvmesh.transceiver.receiver import ReceiverSide
+from kvmesh.transceiver.sender import SenderSide
+from kvmesh.transceiver.tickets import Signer
+from kvmesh.transceiver.timing import TransferTimes
+from kvmesh.transceiver.types import PeerKey, PoolMemory
+
+SECRET = b"cluster secret of these tests"
+PAGE_BYTES = 256
+NUM_PAGES = 64
+TOKENS_PER_BLOCK = 4
+
+
+class FakeLease:
+    """Pages that count how often they were released."""
+
+    def __init__(self, *groups: Sequence[int]) -> None:
+        self._groups = [np.array(pages, dtype=np.int32) for pages in groups]
+        self.released = 0
+
+    def page_ids(self, group: int) -> np.ndarray:
+        return self._groups[group]
+
+    def release(self) -> None:
+        self.released += 1
+        assert self.released == 1, "a lease is released once"
+
+
+class SteppingWaiter:
+    """Waits by moving the clock; runs ``between`` each time, in which a test may let something happen."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self._clock = clock
+        self.waits: list[float] = []
+        self.between: Callable[[], None] = lambda: None
+
+    def wait(self, changed: threading.Condition, seconds: float) -> None:
+        assert seconds > 0, "a wait of no length would spin"
+        self.waits.append(seconds)
+        self._clock.advance(seconds)
+        self.between()
+
+
+class InlineWorkers:
+    """Jobs that run when the test says so."""
+
+    def __init__(self) -> None:
+        self.jobs: deque[Callable[[], None]] = deque()
+        self.error = None
+
+    def submit(self, name: str, job: Callable[[], None]) -> None:
+        self.jobs.append(job)
+
+    def retire(self, name: str, last_job: Callable[[], None] | None = None) -> None:
+        if last_job is not None:
+            self.jobs.append(last_job)
+
+    def run(self) -> bool:
+        ran = bool(self.jobs)
+        while self.jobs:
+            self.jobs.popleft()()
+        return ran
+
+
+class FakePlane:
+    """Moves nothing, and fails or pauses as told."""
+
+    name = "FAKE"
+
+    def __init__(self, direction: Literal["pull", "push"]) -> None:
+        self.direction = direction
+        self.moved: list[MoveJob] = []
+        self.detached: list[PeerKey] = []
+        self.granted: dict[tuple[int, int], Sequence[Any]] = {}
+        self.open_sessions = 0
+        self.attach_error: str | None = None
+        self.move_error: str | None = None
+        self.during: Callable[[], None] = lambda: None
+
+    def describe(self) -> bytes:
+        return b"memory"
+
+    def attach(self, peer: PeerKey, descriptor: bytes) -> str:
+        if self.attach_error is not None:
+            raise PlaneError(self.attach_error)
+        assert descriptor == b"memory"
+        return "fake"
+
+    def detach(self, peer: PeerKey) -> None:
+        self.detached.append(peer)
+
+    def grant(self, transfer_id: int, session: int, pages: Sequence[Any]) -> bytes:
+        self.granted[transfer_id, session] = pages
+        return b"key"
+
+    def revoke(self, transfer_id: int, session: int) -> None:
+        self.granted.pop((transfer_id, session), None)
+
+    def move(self, peer: PeerKey, job: MoveJob) -> int:
+        job.control.checkpoint()
+        self.during()
+        if self.move_error is not None:
+            raise PlaneError(self.move_error)
+        job.control.checkpoint()
+        self.moved.append(job)
+        return job.num_pages * PAGE_BYTES
+
+    def session_opened(self) -> None:
+        self.open_sessions += 1
+
+    def session_closed(self) -> None:
+        self.open_sessions -= 1
+
+    def close(self) -> None:
+        pass
+
+
+class Wire:
+    """A context and a generation engine; messages lie in queues until :meth:`pump`."""
+
+    ROUTE = b"generation"
+    ENDPOINT = "tcp://context"
+
+    def __init__(self, direction: Literal["pull", "push"], times: TransferTimes, groups: int) -> None:
+        self.clock = ManualClock()
+        self.waiter = SteppingWaiter(self.clock)
+        self.to_context: deque[Any] = deque()
+        self.to_generation: deque[Any] = deque()
+        self.up = True
+        self.dialled: list[str] = []
+        self.context = self._engine("context", direction, times, groups)
+        self.generation = self._engine("generation", direction, times, groups)
+        self.sender = SenderSide(self.context)
+        self.receiver = ReceiverSide(self.generation)
+        self.leases: dict[tuple[str, int], FakeLease] = {}
+
+    @property
+    def context_plane(self) -> FakePlane:
+        return self.context.plane  # type: ignore[return-value]
+
+    @property
+    def generation_plane(self) -> FakePlane:
+        return self.generation.plane  # type: ignore[return-value]
+
+    def _engine(self, name: str, direction: Literal["pull", "push"], times: TransferTimes, groups: int) -> LocalEngine:
+        key = PeerKey(name, 1)
+        plane = FakePlane(direction)
+        pool = PoolMemory(address=0, nbytes=NUM_PAGES * PAGE_BYTES, num_pages=NUM_PAGES, page_bytes=PAGE_BYTES)
+        introduction = Introduction(key, plane.name, "d" * 64, "a layout")
+        return LocalEngine(
+            key=key,
+            pools=[pool],
+            pool_of_group=[0] * groups,
+            tokens_per_block=TOKENS_PER_BLOCK,
+            plane=plane,
+            checksums=None,
+            handshake=Handshake(introduction, Signer(SECRET, "hello"), plane.describe()),
+            tickets=Signer(SECRET, "ticket"),
+            times=times,
+            clock=self.clock,
+            waiter=self.waiter,
+            ledger=Ledger(key, self.clock),
+            workers=InlineWorkers(),  # type: ignore[arg-type]
+            send=self._send,
+            dial=self.dialled.append,
+            hang_up=lambda endpoint: None,
+            watch=lambda pidfd, peer: __import__("os").close(pidfd),
+            peer_gone=lambda peer: None,
+        )
+
+    def _send(self, route: bytes | str, message: Any) -> None:
+        (self.to_generation if isinstance(route, bytes) else self.to_context).append(message)
+
+    def offer(self, transfer_id: int, pages: Sequence[int] | None = None, tokens: int = 15) -> HandOff:
+        """Open a send session; returns its hand-off."""
+        blocks = -(-tokens // TOKENS_PER_BLOCK)
+        groups = self.context.num_groups
+        lease = FakeLease(*[pages if pages is not None else range(10, 10 + blocks)] * groups)
+        self.leases["context", transfer_id] = lease
+        token = self.sender.open(transfer_id, f"c{transfer_id}", lease, tokens, self.ENDPOINT)
+        return self.handoff(token)
+
+    def handoff(self, token: bytes, **changes: Any) -> HandOff:
+        fields = {
+            "ticket": token,
+            "control_endpoint": self.ENDPOINT,
+            "instance_id": "context",
+            "epoch": 1,
+            "layout_digest": "d" * 64,
+            "seed": 7,
+        }
+        return HandOff(**{**fields, **changes})
+
+    def ask(
+        self, transfer_id: int, handoff: HandOff, pages: Sequence[int] | None = None, first: int = 0, tokens: int = 15
+    ) -> None:
+        """Open a receive session."""
+        blocks = -(-tokens // TOKENS_PER_BLOCK)
+        groups = self.generation.num_groups
+        lease = FakeLease(*[pages if pages is not None else range(20, 20 + blocks)] * groups)
+        self.receiver.open(transfer_id, f"g{transfer_id}", handoff, lease, [first] * groups)
+        self.leases["generation", transfer_id] = lease
+
+    def deliver_to_context(self) -> bool:
+        delivered = bool(self.to_context)
+        while self.to_context:
+            message = self.to_context.popleft()
+            handler = {
+                Hello: self.sender.on_hello,
+                RequestData: self.sender.on_request,
+                ResultAck: self.sender.on_ack,
+                CancelSession: self.sender.on_cancel,
+            }[type(message)]
+            handler(self.ROUTE, message)
+        return delivered
+
+    def deliver_to_generation(self) -> bool:
+        delivered = bool(self.to_generation)
+        while self.to_generation:
+            message = self.to_generation.popleft()
+            handler = {
+                HelloReply: self.receiver.on_reply,
+                TransferResult: self.receiver.on_result,
+                Refused: self.receiver.on_refused,
+                CancelSession: self.receiver.on_cancel,
+            }[type(message)]
+            handler(self.ENDPOINT, message)
+        return delivered
+
+    def pump(self) -> None:
+        """Deliver and work until nothing is left to do."""
+        while any(
+            [
+                self.deliver_to_context(),
+                self.deliver_to_generation(),
+                self.context.workers.run(),  # type: ignore[attr-defined]
+                self.generation.workers.run(),  # type: ignore[attr-defined]
+            ]
+        ):
+            pass
+
+    def pair(self) -> None:
+        """Introduce the two to each other with an empty transfer, and forget it."""
+        self.ask(1, self.offer(1))
+        self.pump()
+        assert self.receiver.poll(0).completed == [1]
+        assert self.sender.poll(0).completed == [1]
+        self.context.ledger.drain()
+        self.generation.ledger.drain()
+        self.context_plane.moved.clear()
+        self.generation_plane.moved.clear()
+
+    def released(self, transfer_id: int) -> tuple[int, int]:
+        """How often the leases of both sides were released."""
+        return self.leases["context", transfer_id].released, self.leases["generation", transfer_id].released
+
+    def states(self, side: str, transfer_id: int) -> list[str]:
+        """The states that a side's ledger shows, drained."""
+        engine = self.context if side == "context" else self.generation
+        return [event.state for event in engine.ledger.drain() if event.transfer_id == transfer_id]
+
+
+@pytest.fixture
+def tools() -> SimpleNamespace:
+    """The classes above, for tests that build something of their own."""
+    return SimpleNamespace(FakeLease=FakeLease, Wire=Wire, SteppingWaiter=SteppingWaiter, SECRET=SECRET)
+
+
+@pytest.fixture
+def make_wire() -> Callable[..., Wire]:
+    """Builds a wire; times are in milliseconds."""
+
+    def make(
+        direction: Literal["pull", "push"] = "pull",
+        *,
+        timeout_ms: int = 60_000,
+        slice_ms: int = 1_000,
+        poll_ms: int = 5_000,
+        groups: int = 1,
+    ) -> Wire:
+        return Wire(direction, TransferTimes(timeout_ms / 1e3, slice_ms / 1e3, poll_ms / 1e3), groups)
+
+    return make
+
+
+@pytest.fixture(params=["pull", "push"])
+def wire(request: pytest.FixtureRequest, make_wire: Callable[..., Wire]) -> Wire:
+    """Two engines that know each other, over each kind of plane."""
+    wire = make_wire(request.param)
+    wire.pair()
+    return wire
+
+
+@pytest.fixture
+def pull(make_wire: Callable[..., Wire]) -> Wire:
+    """Two engines that know each other; the receiver reads."""
+    wire = make_wire("pull")
+    wire.pair()
+    return wire
+
+
+@pytest.fixture
+def push(make_wire: Callable[..., Wire]) -> Wire:
+    """Two engines that know each other; the owner writes."""
+    wire = make_wire("push")
+    wire.pair()
+    return wire

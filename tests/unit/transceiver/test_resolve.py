@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvmesh.config.cache_transceiver import CacheTransceiverConfig
+from kvmesh.transceiver.resolve import (
+    Resolved,
+    ServerFacts,
+    TransceiverConfigError,
+    nixl_is_installed,
+    refuse_unbuilt,
+    resolve,
+)
+
+CUDA = ServerFacts(pool_device="cuda")
+CPU = ServerFacts(pool_device="cpu")
+NIXL, UCX, MOONCAKE, MPI = (f"TRTLLM_USE_{name}_KVCACHE" for name in ("NIXL", "UCX", "MOONCAKE", "MPI"))
+INFLIGHT = "TRTLLM_DISAGG_ENABLE_INFLIGHT_CANCEL"
+
+
+def config(backend: str | None = "DEFAULT", runtime: str | None = "auto", **fields: Any) -> CacheTransceiverConfig:
+    return CacheTransceiverConfig(backend=backend, transceiver_runtime=runtime, **fields)  # type: ignore[arg-type]
+
+
+def decide(settings: CacheTransceiverConfig, facts: ServerFacts = CUDA, **environment: str) -> Resolved:
+    resolved = resolve(settings, environment, facts)
+    assert resolved is not None
+    return resolved
+
+
+def test_no_backend_turns_the_transceiver_off() -> None:
+    assert resolve(config(None), {NIXL: "1"}, CUDA) is None
+
+
+@pytest.mark.parametrize(
+    ("facts", "environment", "backend"),
+    [
+        (CUDA, {}, "NIXL"),
+        (CPU, {}, "BUILTIN"),
+        (CUDA, {UCX: "1"}, "UCX"),
+        (CUDA, {NIXL: "1", UCX: "1"}, "NIXL"),
+        (CPU, {NIXL: "1"}, "NIXL"),
+        (CPU, {MOONCAKE: "1", MPI: "1"}, "MOONCAKE"),
+        (CPU, {UCX: "0", MPI: "1"}, "MPI"),
+        (CPU, {UCX: "true"}, "BUILTIN"),
+    ],
+)
+def test_default_asks_the_environment_then_the_pools(
+    facts: ServerFacts, environment: dict[str, str], backend: str
+) -> None:
+    resolved = decide(config(), facts, **environment)
+    assert resolved.backend == backend
+    assert any("prefer cache_transceiver_config.backend" in warning for warning in resolved.warnings) == (
+        "1" in environment.values()
+    )
+
+
+@pytest.mark.parametrize("backend", ["NIXL", "UCX", "MOONCAKE", "MPI"])
+def test_an_explicit_backend_is_never_replaced(backend: str) -> None:
+    resolved = decide(config(backend), CPU, **{MPI: "1", UCX: "1"})
+    assert resolved.backend == backend
+    assert any("deprecated" in warning for warning in resolved.warnings) == (backend == "MPI")
+
+
+def test_several_selectors_are_ambiguous_only_with_inflight_cancel() -> None:
+    assert decide(config(runtime="CPP"), **{NIXL: "1", INFLIGHT: "1"}).backend == "NIXL"
+    with pytest.raises(TransceiverConfigError, match=f"{NIXL}, {UCX} are all set"):
+        decide(config(runtime="CPP"), **{NIXL: "1", UCX: "1", INFLIGHT: "1"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "facts", "runtime"),
+    [
+        (config(), CUDA, "PYTHON"),
+        (config(), CPU, "PYTHON"),
+        (config("UCX"), CUDA, "CPP"),
+        (config("NIXL", kv_transfer_timeout_ms=None), CUDA, "CPP"),
+        (config("NIXL", None), CUDA, "CPP"),
+        (config("NIXL", "CPP"), CUDA, "CPP"),
+        (config("NIXL"), ServerFacts(pool_device="cuda", model_runtime="CPP"), "CPP"),
+    ],
+)
+def test_runtime(settings: CacheTransceiverConfig, facts: ServerFacts, runtime: str) -> None:
+    assert decide(settings, facts).runtime == runtime
+
+
+def test_a_fall_back_is_only_logged() -> None:
+    (warning,) = decide(config("UCX")).warnings
+    assert "auto falls back to CPP" in warning
+    assert "NIXL" in warning
+
+
+@pytest.mark.parametrize(
+    ("settings", "facts", "environment", "message"),
+    [
+        (config("UCX", "PYTHON"), CUDA, {}, "only supports NIXL and the built-in plane, not UCX"),
+        (config("NIXL", "PYTHON", kv_transfer_timeout_ms=None), CUDA, {}, "requires a finite kv_transfer_timeout_ms"),
+        (config("NIXL", "PYTHON"), ServerFacts(cp_size=2), {}, "cp_size == 1, got 2"),
+        (config("NIXL", "CPP"), ServerFacts(mamba_manager="v2_hybrid"), {}, "v2_hybrid Mamba"),
+        (config("NIXL", "CPP"), ServerFacts(mamba_manager="mixed"), {}, "mixed Mamba"),
+        (config("NIXL", "PYTHON"), ServerFacts(mamba_manager="cpp"), {}, "C\\+\\+ Mamba"),
+        (config("NIXL", "PYTHON"), CUDA, {INFLIGHT: "1"}, "needs transceiver_runtime: CPP"),
+        (config("UCX", "CPP"), CUDA, {INFLIGHT: "1"}, "UCX"),
+        (config("NIXL", "CPP", kv_transfer_timeout_ms=None), CUDA, {INFLIGHT: "1"}, "finite"),
+    ],
+)
+def test_rejections(
+    settings: CacheTransceiverConfig, facts: ServerFacts, environment: dict[str, str], message: str
+) -> None:
+    with pytest.raises(TransceiverConfigError, match=message):
+        decide(settings, facts, **environment)
+
+
+def test_a_missing_nixl_names_the_extra_and_nothing_takes_its_place() -> None:
+    for settings, device in [(config("NIXL"), "cpu"), (config(), "cuda")]:
+        with pytest.raises(TransceiverConfigError, match=r"pip install 'kvmesh\[engine\]'"):
+            decide(settings, ServerFacts(pool_device=device, nixl_installed=False))  # type: ignore[arg-type]
+    assert decide(config(), ServerFacts(pool_device="cpu", nixl_installed=False)).backend == "BUILTIN"
+
+
+def test_nixl_is_found_without_importing_it() -> None:
+    assert isinstance(nixl_is_installed(), bool)
+
+
+# T4 and the static rejections of pipelined transfer.
+
+
+def test_pipelined_transfer_selects_python() -> None:
+    resolved = decide(config("NIXL", None, enable_pipelined_transfer=True))
+    assert resolved.runtime == "PYTHON"
+    assert "enable_pipelined_transfer selects" in resolved.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("backend", "runtime", "fields", "facts", "message"),
+    [
+        ("UCX", None, {}, {}, "the backend must be NIXL, not UCX"),
+        ("NIXL", "CPP", {}, {}, "transceiver_runtime must be PYTHON, not CPP"),
+        ("NIXL", "auto", {"kv_cache_bounce_size_mb": 64}, {}, "kv_cache_bounce_size_mb must be 0, not 64"),
+        ("NIXL", "auto", {}, {"enable_chunked_prefill": False}, "enable_chunked_prefill is required"),
+        ("NIXL", "auto", {}, {"mamba_manager": "v2_hybrid"}, "recurrent-state"),
+        ("NIXL", "auto", {}, {"reuse_policy": "per_conversation"}, "all_reusable"),
+        ("NIXL", "auto", {}, {"pp_size": 2}, "pipeline_parallel_size must be 1, not 2"),
+    ],
+)
+def test_pipelined_rejections(
+    backend: str, runtime: str | None, fields: dict[str, Any], facts: dict[str, Any], message: str
+) -> None:
+    settings = config(backend, runtime, enable_pipelined_transfer=True, **fields)
+    with pytest.raises(TransceiverConfigError, match=message):
+        decide(settings, ServerFacts(pool_device="cuda", **facts))
+
+
+def test_several_blockers_come_in_one_message() -> None:
+    settings = config("NIXL", "PYTHON", enable_pipelined_transfer=True, kv_cache_bounce_size_mb=64)
+    with pytest.raises(TransceiverConfigError) as error:
+        decide(settings, ServerFacts(pool_device="cuda", enable_chunked_prefill=False))
+    assert str(error.value).endswith(
+        "cannot be used: enable_chunked_prefill is required; kv_cache_bounce_size_mb must be 0, not 64"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (config("UCX"), ["backend UCX", "transceiver_runtime CPP"]),
+        (config("NIXL", "CPP"), ["transceiver_runtime CPP"]),
+        (config("NIXL", kv_cache_bounce_size_mb=8), ["kv_cache_bounce_size_mb 8"]),
+        (config("NIXL", enable_pipelined_transfer=True), ["enable_pipelined_transfer"]),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(settings: CacheTransceiverConfig, named: list[str]) -> None:
+    with pytest.raises(TransceiverConfigError, match=r"^not supported yet: ") as error:
+        refuse_unbuilt(settings, decide(settings))
+    assert all(name in str(error.value) for name in named)
+
+
+def test_what_is_built_is_not_refused() -> None:
+    for settings, facts in [(config(), CPU), (config("NIXL", "PYTHON"), CUDA)]:
+        refuse_unbuilt(settings, decide(settings, facts))
