@@ -12,6 +12,7 @@ import torch
 
 from kvmesh.models.config import read_config
 from kvmesh.models.errors import ModelError
+from kvmesh.models.linear import QUANTIZED_MAX_ROWS
 from kvmesh.models.registry import load_model
 from kvmesh.models.store import resolve_model
 
@@ -85,13 +86,14 @@ def write_gguf(path: Path, model: Any, kind: Q, *, divisors: np.ndarray | None =
 
 
 def check(path: Path, reference: Any, runner: Any) -> None:
-    ids = torch.randint(0, 160, (37,), generator=torch.Generator().manual_seed(2)).tolist()
+    many = QUANTIZED_MAX_ROWS + 8
+    ids = torch.randint(0, 160, (many + 7,), generator=torch.Generator().manual_seed(2)).tolist()
     with torch.inference_mode():
         expected = reference(torch.tensor([ids])).logits[0]
     run = runner(load_model(resolve_model(str(path))))
-    # 30 rows use the dense matrices, the single rows that follow the quantised blocks.
-    torch.testing.assert_close(run.step({"a": ids[:30]}, rows=range(30)), expected[:30], atol=1e-4, rtol=0)
-    for position in range(30, len(ids)):
+    # Many rows use the dense matrices, the single rows that follow the quantised blocks.
+    torch.testing.assert_close(run.step({"a": ids[:many]}, rows=range(many)), expected[:many], atol=1e-4, rtol=0)
+    for position in range(many, len(ids)):
         torch.testing.assert_close(run.step({"a": [ids[position]]})[0], expected[position], atol=1e-4, rtol=0)
 
 
