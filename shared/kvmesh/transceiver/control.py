@@ -110,6 +110,10 @@ class Control:
     def send(self, route: Route, message: ControlMessage) -> None:
         """Send without waiting, from any thread; dropped (and counted) when there is no connection to ``route``."""
         data = self._encoder.encode(message)
+        if threading.current_thread() is self._thread and not self._outbox:
+            # An answer from a handler: nothing that was sent before waits, and a wake-up is saved.
+            self._send(route, data)
+            return
         self._enqueue(lambda: self._send(route, data))
 
     def connect(self, endpoint: str) -> None:
@@ -132,9 +136,6 @@ class Control:
         self._thread.join(timeout_s)
 
     def _enqueue(self, action: Callable[[], None]) -> None:
-        if threading.current_thread() is self._thread:
-            action()
-            return
         with self._lock:
             if self._closing or len(self._outbox) >= MAX_QUEUED_MESSAGES:
                 self.dropped_total += 1

@@ -1,0 +1,183 @@
+"""One engine's transfers in a process of its own, driven by JSON lines on stdin and stdout; see conftest.py."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import sys
+import threading
+import time
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvmesh.cache.device import CpuDevice
+from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
+from kvmesh.config.cache_transceiver import CacheTransceiverConfig
+from kvmesh.kernels import ops
+from kvmesh.net import faults
+from kvmesh.protocol.disagg import HandOff
+from kvmesh.protocol.errors import ApiError
+from kvmesh.telemetry import configure_logging
+from kvmesh.transceiver import PoolMemory, create_transceiver
+
+
+class Lease:
+    def __init__(self, pages: list[int]) -> None:
+        self._pages = np.array(pages, dtype=np.int32)
+        self.released = False
+
+    def page_ids(self, _group: int) -> np.ndarray:
+        return self._pages
+
+    def release(self) -> None:
+        assert not self.released
+        self.released = True
+
+
+class Gate:
+    """Holds up whoever reaches a fault point."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self) -> None:
+        self.reached.set()
+        self.opened.wait(60)
+
+
+class EngineProcess:
+    def __init__(
+        self,
+        *,
+        name: str,
+        num_pages: int,
+        page_kib: int,
+        transceiver: dict[str, Any],
+        plane: str,
+        checksums: bool,
+        layers: int = 2,
+        connect_timeout_s: float = 10.0,
+    ) -> None:
+        heads = page_kib * 1024 // (2 * layers * 16 * 64 * 4)
+        spec = [LayerCacheSpec(layer_index=i, num_kv_heads=heads, head_dim=64, dtype="float32") for i in range(layers)]
+        self.layout = PageLayout.build(CacheRequirements(tuple(spec)), 16)
+        (pool,) = self.layout.pools
+        assert pool.page_bytes == page_kib * 1024
+        self.device = CpuDevice(num_pages * pool.page_bytes)
+        self.buffer = self.device.allocate(num_pages * pool.page_bytes)
+        self.pages = self.buffer.array.reshape(num_pages, pool.page_bytes)
+        memory = PoolMemory(
+            address=self.buffer.address,
+            nbytes=self.buffer.nbytes,
+            num_pages=num_pages,
+            page_bytes=pool.page_bytes,
+            fd=self.buffer.fd,
+        )
+        made = create_transceiver(
+            CacheTransceiverConfig(**transceiver),
+            layout=self.layout,
+            pools=[memory],
+            instance_id=name,
+            epoch=1,
+            cluster_secret=b"a secret of these tests",
+            digest=self.layout.digest("a model"),
+            plane=plane,  # type: ignore[arg-type]
+            checksums=checksums,
+            connect_timeout_s=connect_timeout_s,
+        )
+        assert made is not None
+        self.transceiver = made
+        self.leases: dict[int, Lease] = {}
+        self.gates: dict[str, Gate] = {}
+
+    def fill(self, seed: int) -> None:
+        self.pages[:] = np.random.default_rng(seed).integers(0, 256, self.pages.shape, dtype=np.uint8)
+
+    def digest(self, pages: list[int]) -> str:
+        return hashlib.sha256(self.pages[pages].tobytes()).hexdigest()
+
+    def offer(self, transfer: int, pages: list[int]) -> str:
+        self.leases[transfer] = Lease(pages)
+        handoff = self.transceiver.respond_and_send(
+            transfer, f"request-{transfer}", self.leases[transfer], 16 * len(pages) - 5, 7
+        )
+        return base64.b64encode(handoff).decode()
+
+    def ask(self, transfer: int, handoff: str, pages: list[int], first: int = 0) -> None:
+        self.leases[transfer] = Lease(pages)
+        decoded = msgspec.msgpack.decode(base64.b64decode(handoff), type=HandOff)
+        self.transceiver.request_and_receive(transfer, f"request-{transfer}", decoded, self.leases[transfer], [first])
+
+    def poll(self, side: str, at_least: int = 0) -> dict[str, Any]:
+        look = (
+            self.transceiver.check_context_transfer_status
+            if side == "context"
+            else self.transceiver.check_gen_transfer_status
+        )
+        return look(at_least)._asdict()
+
+    def step(self, side: str) -> dict[str, Any]:
+        """What an executor does in each iteration."""
+        return {"overdue": self.transceiver.sweep_timeouts(), **self.poll(side)}
+
+    def cancel(self, transfer: int) -> bool:
+        return self.transceiver.cancel_request(transfer)
+
+    def dead(self, instance: str, epoch: int = 1) -> None:
+        self.transceiver.on_peer_dead(instance, epoch)
+
+    def held(self) -> list[int]:
+        return [transfer for transfer, lease in self.leases.items() if not lease.released]
+
+    def stats(self) -> dict[str, Any]:
+        return self.transceiver.stats()._asdict()
+
+    def ledger(self) -> list[list[Any]]:
+        return [[event.transfer_id, event.state] for event in self.transceiver.drain_ledger()]
+
+    def close_gate(self, point: str) -> None:
+        self.gates[point] = Gate()
+        faults.arm(point, self.gates[point])
+
+    def reached(self, point: str) -> bool:
+        return self.gates[point].reached.wait(20)
+
+    def open_gate(self, point: str) -> None:
+        faults.disarm(point)
+        self.gates.pop(point).opened.set()
+
+    def idle_cpu(self, seconds: float) -> float:
+        start_s = time.process_time()
+        threading.Event().wait(seconds)
+        return (time.process_time() - start_s) / seconds
+
+    def shutdown(self) -> None:
+        for point in list(self.gates):
+            self.open_gate(point)
+        self.transceiver.shutdown()
+        self.device.free(self.buffer)
+
+
+def main() -> None:
+    configure_logging("test", "warning")
+    ops.set_num_threads(1)
+    faults.arm_from_environment()
+    engine = EngineProcess(**json.loads(sys.argv[1]))
+    print(json.dumps({"result": engine.transceiver.backend_name}), flush=True)
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        try:
+            answer: dict[str, Any] = {"result": getattr(engine, name)(**arguments)}
+        except ApiError as error:
+            answer = {"error": [error.status, error.code, error.message]}
+        print(json.dumps(answer), flush=True)
+        if name == "shutdown":
+            return
+
+
+if __name__ == "__main__":
+    main()
