@@ -63,6 +63,10 @@ async def until(condition: Callable[[], bool]) -> None:
             await anyio.sleep(0.01)
 
 
+def entries(directory: Path) -> list[Path]:
+    return list(directory.iterdir())
+
+
 async def test_a_life(engine: EngineClient, prompt: Make, request_of: Make) -> None:
     ready = engine.ready
     assert (ready.tokens_per_block, ready.max_batch_size, ready.max_seq_len) == (4, 64, 512)
@@ -179,9 +183,9 @@ async def test_nothing_is_left_behind(
     monkeypatch.setattr("tempfile.tempdir", None)
     async with EngineClient.launch(settings) as client:
         pid = client.ready.pid
-        assert len(os.listdir(tmp_path)) == 1
+        assert len(entries(tmp_path)) == 1
     assert not psutil.pid_exists(pid)
-    assert os.listdir(tmp_path) == []
+    assert entries(tmp_path) == []
 
 
 async def test_an_error_in_the_block_comes_out_as_it_is(settings: WorkerSettings) -> None:
