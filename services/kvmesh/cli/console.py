@@ -62,7 +62,9 @@ class Progress:
 def say_line(console: Console, line: LogLine) -> None:
     """A child's warning, with its name in front."""
     colour = _COLOURS.get(line.level, "white")
-    console.print(f"[dim]{escape(line.name)}[/] [{colour}]{line.level}[/] {escape(line.text)}", highlight=False)
+    console.print(
+        f"[dim]{escape(line.name)}[/] [{colour}]{line.level}[/] {escape(line.text)}", highlight=False, soft_wrap=True
+    )
 
 
 def print_ready(console: Console, state: MeshState, run_dir: RunDir, *, detached: bool) -> None:

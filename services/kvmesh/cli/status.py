@@ -98,15 +98,12 @@ def _processes() -> RenderableType:
 
 
 def _members(members: list[Member]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("member", "role", "address"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("run+wait", "moving", "pages free", "prompt cached", "generated"):
-        table.add_column(heading, justify="right")
+    table = _plain_table("member", "address", "busy", "moving", "pages free", "cached", "output", left=2)
     for member in sorted(members, key=lambda member: (member.role, member.instance_id)):
         load = member.load
-        name = Text(member.instance_id) + (Text(" draining", "yellow") if member.draining else Text())
-        row: list[RenderableType] = [name, member.role, urlsplit(member.url).netloc]
+        role = "" if member.instance_id.startswith(member.role) else f" ({member.role})"
+        name = Text(member.instance_id + role) + (Text(" draining", "yellow") if member.draining else Text())
+        row: list[RenderableType] = [name, urlsplit(member.url).netloc]
         if member.role not in ("router", "indexer"):
             row += [
                 f"{load.running}+{load.waiting}",
@@ -119,8 +116,16 @@ def _members(members: list[Member]) -> Table:
     return table
 
 
+def _plain_table(*headings: str, left: int) -> Table:
+    """Without borders; the first ``left`` columns are names, the others numbers."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for index, heading in enumerate(headings):
+        table.add_column(heading, no_wrap=True, justify="left" if index < left else "right")
+    return table
+
+
 def _share(part: int, whole: int) -> str:
-    return f"{part}/{whole} {part / whole:.0%}" if whole else "-"
+    return f"{part} {part / whole:.0%}" if whole else "-"
 
 
 def _transfers(listed: TransferList) -> RenderableType:
@@ -132,7 +137,8 @@ def _transfers(listed: TransferList) -> RenderableType:
 
 
 def _list(records: list[TransferRecord]) -> Table:
-    table = Table("transfer", "state", "from", "to", "tokens", "bytes", "age", "reason", box=None, pad_edge=False)
+    table = _plain_table("transfer", "state", "from", "to", "tokens", "moved", "age", left=4)
+    table.add_column("reason")
     for record in records:
         sides = {side.side: side for side in record.sides}
         source, target = sides.get("context"), sides.get("generation")

@@ -48,6 +48,7 @@ class CoordinatorService(Service):
         ledger: what became of the transfers.
         store: TensorRT-LLM's cluster storage.
         minimal: what makes ``/cluster_info`` say ready.
+        drain_s: what requests that have begun get when the service stops.
     """
 
     def __init__(
@@ -58,8 +59,9 @@ class CoordinatorService(Service):
         store: MemoryStore,
         *,
         minimal: MinimalInstances | None = None,
+        drain_s: float = 1.0,
     ) -> None:
-        super().__init__("coordinator", drain_s=1.0)
+        super().__init__("coordinator", drain_s=drain_s)
         self._clock = clock
         self._registry = registry
         self._ledger = ledger

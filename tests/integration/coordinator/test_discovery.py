@@ -58,6 +58,25 @@ async def test_a_silent_member_dies(coordinator, client, until):
         await until(lambda: [event.kind for event in heard] == ["joined", "dead"])
 
 
+async def test_a_member_that_was_taken_for_dead_registers_again_as_a_new_life(coordinator, client, until):
+    """A worker that stood still longer than its lease: its next heartbeat fails, it comes back under a new epoch."""
+    async with coordinator(lease_s=1.5) as url, client(url) as watcher, client(url) as worker, HttpClient() as http:
+        heard: list[MemberEvent] = []
+        epochs: list[int] = []
+        watcher.subscribe(heard.append)
+        worker.announce(member(epoch=5), on_epoch=epochs.append)
+        await until(lambda: ids(watcher) == {"context-0"})
+        await http.call("DELETE", f"{url}/members/context-0?epoch=5", dict)
+        await until(lambda: len(heard) == 3)
+        assert [(event.kind, event.member.epoch) for event in heard] == [
+            ("joined", 5),
+            ("left", 5),
+            ("joined", worker.epoch),
+        ]
+        assert epochs == [worker.epoch]
+        assert worker.epoch > 5
+
+
 async def test_a_second_process_with_the_same_id_fences_the_first(coordinator, client, until):
     async with coordinator() as url, client(url) as first, client(url) as second:
         fenced: list[bool] = []

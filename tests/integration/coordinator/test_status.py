@@ -49,8 +49,8 @@ async def test_status_shows_members_cache_and_transfers(coordinator, capsys, mon
     for part in (
         "context-0",
         "3+0",
-        "50/100 50%",
-        "20/50 40%",
+        "50 50%",
+        "20 40%",
         "1 transferring",
         "77",
         "5.00 MB",

@@ -24,7 +24,7 @@ def print_report(console: Console, summaries: Sequence[GroupSummary], records: S
     """A table a group, and the distribution of its latencies."""
     for summary in summaries:
         console.print(_table(summary))
-        console.print(_throughput(summary), highlight=False)
+        console.print(_throughput(summary), highlight=False, soft_wrap=True)
         of_group = [record for record in records if record.group == summary.group]
         for name, values_s in (
             ("TTFT", [record.ttft_s for record in of_group if record.ttft_s is not None]),

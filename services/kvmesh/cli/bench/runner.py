@@ -19,6 +19,9 @@ from kvmesh.protocol.errors import ApiError
 
 __all__ = ["Load", "Runner", "read_vocabulary"]
 
+PAUSE_AFTER_FAILURE_S = 0.5
+"""A client of the closed loop that was refused does not spend the whole run on being refused again."""
+
 
 class _Tokens(msgspec.Struct):
     tokens: list[int]
@@ -97,9 +100,11 @@ class Runner:
 
     async def _one_after_another(self, http: HttpClient, specs: Iterator[RequestSpec]) -> None:
         for spec in specs:
-            await self._send(http, spec)
+            if not await self._send(http, spec):
+                await anyio.sleep(PAUSE_AFTER_FAILURE_S)
 
-    async def _send(self, http: HttpClient, spec: RequestSpec) -> None:
+    async def _send(self, http: HttpClient, spec: RequestSpec) -> bool:
+        """Send one request and record it; whether it went well."""
         body = {
             "model": self._model,
             "prompt": spec.prompt_token_ids,
@@ -120,6 +125,7 @@ class Runner:
         finally:
             self._records.append(_record(spec, times, outcome, self._begin_s))
             self._on_progress(len(self._records))
+        return outcome == "ok"
 
 
 def _record(spec: RequestSpec, times: StreamTimes, outcome: str, begin_s: float) -> RequestRecord:

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import pytest
+
+from kvmesh.config import CoordinatorSettings, NotSupportedYetError
+from kvmesh.coordinator.main import build
+from kvmesh.net.clock import ManualClock
+
+
+def test_settings_reach_the_service():
+    clock = ManualClock()
+    service = build(CoordinatorSettings(lease_s=3, drain_s=2), clock)
+    assert service.drain_s == 2
+    assert service.statistics()["members"] == 0
+
+
+def test_each_life_has_a_name_of_its_own():
+    incarnations = {build(CoordinatorSettings())._registry.incarnation for _ in range(3)}
+    assert len(incarnations) == 3
+
+
+def test_what_is_not_built_is_refused():
+    with pytest.raises(NotSupportedYetError, match="not supported yet"):
+        build(CoordinatorSettings(api_keys_file="keys"))
