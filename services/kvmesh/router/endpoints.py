@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
 import anyio
@@ -23,6 +22,7 @@ from kvmesh.protocol.openai.service import (
     TokenizeResponse,
 )
 from kvmesh.protocol.openai.validate import validate_chat
+from kvmesh.protocol.version import package_version
 from kvmesh.router.build import Parts
 from kvmesh.router.http import HttpUpstream
 from kvmesh.router.openapi import openapi_document
@@ -149,7 +149,7 @@ class Endpoints:
                 self._parts.perf.heard([record for record in records if isinstance(record, dict)])
 
     async def _version(self, _request: web.Request) -> web.Response:
-        return json_response({"version": version("kvmesh")})
+        return json_response({"version": package_version()})
 
     async def _openapi_json(self, _request: web.Request) -> web.Response:
         return web.Response(body=self._openapi, content_type="application/json")

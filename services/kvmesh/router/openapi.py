@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -17,6 +16,7 @@ from kvmesh.protocol.openai.service import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from kvmesh.protocol.version import package_version
 from kvmesh.router.explain import Explanation
 
 __all__ = ["openapi_document"]
@@ -51,12 +51,12 @@ def openapi_document() -> dict[str, Any]:
         Explanation,
         ErrorResponse,
     )
-    _, components = msgspec.json.schema_components(types, ref_template=_SCHEMAS)
+    _, components = msgspec.json.schema_components(types, schema_hook=_schema_of, ref_template=_SCHEMAS)
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "KVMesh router",
-            "version": version("kvmesh"),
+            "version": package_version(),
             "description": "OpenAI's completions API over a mesh of context and generation servers.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
@@ -68,6 +68,13 @@ def openapi_document() -> dict[str, Any]:
             "securitySchemes": {"apiKey": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def _schema_of(type_: type) -> dict[str, Any]:
+    """Schemas of what msgspec has none for: an ``object`` is any JSON value."""
+    if type_ is object:
+        return {"description": "Any JSON value."}
+    raise NotImplementedError(f"no JSON schema for {type_}")
 
 
 def _paths() -> dict[str, Any]:
