@@ -29,6 +29,9 @@ __all__ = ["PROGRAM", "SECRET_VARIABLE", "run_mesh"]
 PROGRAM = (sys.executable, "-m", "kvmesh.cli.main")
 """How a child is run."""
 
+_END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, ``kvmesh down``, a closed terminal."""
+
 LOG_POLL_S = 0.5
 """How late a child's warning is shown; each poll asks for a handful of file sizes."""
 
@@ -41,7 +44,7 @@ _PASSED_ON = frozenset({"KVMESH_FAULTS", "KVMESH_MODEL_DIR"})
 async def run_mesh(
     settings: MeshSettings, plan: MeshPlan, secret: str, run_dir: RunDir, console: Console, progress: Progress
 ) -> None:
-    """Start everything, answer a first question, stay until SIGINT or SIGTERM, stop everything.
+    """Start everything, answer a first question, stay until a signal says to end, stop everything.
 
     Args:
         settings: of the mesh.
@@ -60,7 +63,7 @@ async def run_mesh(
     with tempfile.TemporaryDirectory(prefix="kvmesh-", ignore_cleanup_errors=True) as temp_dir:
         children = [_prepare(child, run_dir, secret) for child in plan.children]
         mesh = Mesh(settings, plan, children, _environment(secret, temp_dir), temp_dir, run_dir, console, progress)
-        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        with anyio.open_signal_receiver(*_END_SIGNALS) as signals:
             async with anyio.create_task_group() as tasks:
 
                 async def end() -> None:
@@ -143,7 +146,7 @@ class Mesh:
         self._state.phase = "stopping"
         self._write_state()
         self._console.print("stopping", style="dim")
-        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as again:
+        with anyio.open_signal_receiver(*_END_SIGNALS) as again:
             async with anyio.create_task_group() as tasks:
 
                 async def hurry() -> None:

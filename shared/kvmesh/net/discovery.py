@@ -6,7 +6,6 @@ reports transfers; it outlives the coordinator: while that is gone, everyone kno
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from urllib.parse import quote
 
@@ -16,6 +15,7 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from kvmesh.net.client import HttpClient, PeerUnreachableError
 from kvmesh.net.clock import Clock, SystemClock
+from kvmesh.net.discovery_ledger import LedgerReporter
 from kvmesh.net.discovery_link import MAX_RETRY_S, Backoff, CoordinatorLink
 from kvmesh.net.discovery_static import StaticMembership
 from kvmesh.net.discovery_view import MemberCallback, Membership, MemberView
@@ -46,14 +46,6 @@ WATCH_S = 30.0
 FAREWELL_S = 1.0
 """How long a stopping process tries to say goodbye; its lease does the rest."""
 
-LEDGER_QUEUE = 10_000
-"""Ledger events kept while the coordinator does not answer; the oldest are dropped first."""
-
-LEDGER_BATCH = 500
-
-LEDGER_PAUSE_S = 0.1
-"""Between two batches: events of one moment travel together."""
-
 _log = get_logger("discovery")
 
 
@@ -78,9 +70,7 @@ class CoordinatorClient:
         self._view = MemberView()
         self._tasks: TaskGroup | None = None
         self._announcement: _Announcement | None = None
-        self._ledger: deque[LedgerEvent] = deque(maxlen=LEDGER_QUEUE)
-        self._ledger_filled = anyio.Event()
-        self._ledger_dropped = 0
+        self._ledger = LedgerReporter(self._http, self._link, self._clock)
 
     @property
     def connected(self) -> bool:
@@ -142,11 +132,7 @@ class CoordinatorClient:
 
     def report(self, events: Iterable[LedgerEvent]) -> None:
         """Queue transfer states for the ledger; never waits, drops the oldest when the queue is full."""
-        for event in events:
-            self._ledger_dropped += len(self._ledger) == LEDGER_QUEUE
-            self._ledger.append(event)
-        if self._ledger:
-            self._ledger_filled.set()
+        self._ledger.report(events)
 
     async def stop(self) -> None:
         """Say goodbye, if the coordinator answers within :data:`FAREWELL_S`, and end all tasks; idempotent."""
@@ -163,8 +149,7 @@ class CoordinatorClient:
             "coordinator_connected": float(self._link.connected),
             "coordinator_losses_total": self._link.losses,
             "members": len(self._view.members()),
-            "ledger_queued": len(self._ledger),
-            "ledger_dropped_total": self._ledger_dropped,
+            **self._ledger.statistics(),
         }
 
     async def _run(self, *, task_status: TaskStatus[None]) -> None:
@@ -172,7 +157,7 @@ class CoordinatorClient:
             self._tasks = tasks
             if self._watch:
                 tasks.start_soon(self._watch_members)
-            tasks.start_soon(self._send_ledger)
+            tasks.start_soon(self._ledger.run)
             task_status.started()
             await anyio.sleep_forever()
 
@@ -257,26 +242,6 @@ class CoordinatorClient:
             await self._http.call("DELETE", f"{self._member_url(member)}?epoch={member.epoch}", dict)
         except (PeerUnreachableError, ApiError, msgspec.DecodeError):
             return  # the lease will tell the others
-
-    async def _send_ledger(self) -> None:
-        backoff = Backoff()
-        while True:
-            await self._ledger_filled.wait()
-            batch = [self._ledger.popleft() for _ in range(min(LEDGER_BATCH, len(self._ledger)))]
-            try:
-                await self._http.call("POST", f"{self._url}/transfers", dict, body=batch)
-            except (PeerUnreachableError, ApiError, msgspec.DecodeError) as error:
-                self._link.failed(error)
-                room = LEDGER_QUEUE - len(self._ledger)
-                self._ledger_dropped += max(0, len(batch) - room)
-                self._ledger.extendleft(reversed(batch[max(0, len(batch) - room) :]))
-                await self._clock.sleep(backoff.next_s())
-                continue
-            self._link.succeeded()
-            backoff.reset()
-            if not self._ledger:
-                self._ledger_filled = anyio.Event()
-            await self._clock.sleep(LEDGER_PAUSE_S)
 
     async def _sleep_unless(self, announcement: _Announcement, seconds: float) -> None:
         """Sleep, but no longer than until someone asks to hurry."""

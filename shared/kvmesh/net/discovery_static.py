@@ -135,7 +135,8 @@ class StaticMembership:
         self._tell(MemberEvent(revision=0, kind="joined", member=member))
 
     def _member(self, url: str, role: Role, info: _ServerInfo) -> Member:
-        endpoint = info.disaggregated_params.ctx_info_endpoint if info.disaggregated_params is not None else None
+        given = info.disaggregated_params.ctx_info_endpoint if info.disaggregated_params is not None else None
+        endpoints = [given] if isinstance(given, str) else given or [None]
         return Member(
             instance_id=info.instance_id or urlsplit(url).netloc,
             role=role,
@@ -148,7 +149,7 @@ class StaticMembership:
             kv_cache_hash_algo=info.kv_cache_hash_algo,
             max_batch_size=info.max_batch_size,
             max_seq_len=info.max_seq_len,
-            ctx_info_endpoint=endpoint[0] if isinstance(endpoint, list) and endpoint else endpoint or None,
+            ctx_info_endpoint=endpoints[0],
             transfer_backend=info.transfer_backend,
             events_endpoint=info.events_endpoint,
             replay_endpoint=info.replay_endpoint,
