@@ -8,7 +8,6 @@ import socket
 import time
 import uuid
 from collections import OrderedDict
-from importlib.metadata import version
 from typing import Any
 
 import anyio
@@ -16,10 +15,10 @@ import anyio.to_thread
 import msgspec
 from aiohttp import web
 from anyio.abc import TaskGroup
-from kvmesh.engine.client import EngineClient
 from opentelemetry.trace import SpanKind
 
 from kvmesh.config import WorkerSettings
+from kvmesh.engine.client import EngineClient
 from kvmesh.models.store import resolve_model
 from kvmesh.models.tokenizer import Tokenizer
 from kvmesh.net.auth import ApiKeys
@@ -34,6 +33,7 @@ from kvmesh.protocol.openai.responses import encode
 from kvmesh.protocol.openai.service import ModelCard, ModelList
 from kvmesh.protocol.openai.sse import SSE_HEADERS, error_event
 from kvmesh.protocol.sampling import SamplingParams
+from kvmesh.protocol.version import package_version
 from kvmesh.telemetry import get_logger
 from kvmesh.telemetry.tracing import Tracing
 from kvmesh.worker.answers import Answerer
@@ -281,7 +281,7 @@ class WorkerService(Service):
         started_s = time.perf_counter()
         tokens = 0
         with anyio.fail_after(PROBE_TIMEOUT_S):
-            async with contextlib.aclosing(engine.generate(probe)) as outputs:  # type: ignore[type-var]
+            async with contextlib.aclosing(engine.generate(probe)) as outputs:
                 async for output in outputs:
                     tokens += len(output.token_ids)
         return json_response({"status": "ok", "tokens": tokens, "seconds": time.perf_counter() - started_s})
@@ -296,7 +296,7 @@ class WorkerService(Service):
                 "role": self.settings.role,
                 "dialect": "kvmesh",
                 "protocol": ready.protocol,
-                "version": version("kvmesh"),
+                "version": package_version(),
                 "model": self._facts.name,
                 "max_batch_size": ready.max_batch_size,
                 "max_num_tokens": ready.max_num_tokens,
@@ -318,7 +318,7 @@ class WorkerService(Service):
         )
 
     async def _version(self, _request: web.Request) -> web.Response:
-        return json_response({"version": version("kvmesh")})
+        return json_response({"version": package_version()})
 
     async def _iteration_stats(self, _request: web.Request) -> web.Response:
         return json_response(self._running_engine().stats)
