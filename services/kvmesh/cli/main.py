@@ -7,10 +7,10 @@ import difflib
 import importlib
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import NamedTuple, Protocol, cast
 
 from kvmesh.cli.errors import UserError
+from kvmesh.protocol.version import package_version
 
 __all__ = ["COMMANDS", "Command", "main"]
 
@@ -103,7 +103,7 @@ def _top_level(arguments: list[str]) -> int:
     parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
     args, _ = parser.parse_known_args(arguments)
     if args.version:
-        print(f"kvmesh {version('kvmesh')}")
+        print(f"kvmesh {package_version()}")
         return 0
     if args.command is not None:
         parser.error(f"there is no command {args.command!r}; the commands are {', '.join(COMMANDS)}")

@@ -136,7 +136,7 @@ class StaticMembership:
 
     def _member(self, url: str, role: Role, info: _ServerInfo) -> Member:
         given = info.disaggregated_params.ctx_info_endpoint if info.disaggregated_params is not None else None
-        endpoints = [given] if isinstance(given, str) else given or [None]
+        endpoints = [given] if isinstance(given, str) else given or []
         return Member(
             instance_id=info.instance_id or urlsplit(url).netloc,
             role=role,
@@ -149,7 +149,7 @@ class StaticMembership:
             kv_cache_hash_algo=info.kv_cache_hash_algo,
             max_batch_size=info.max_batch_size,
             max_seq_len=info.max_seq_len,
-            ctx_info_endpoint=endpoints[0],
+            ctx_info_endpoint=endpoints[0] if endpoints else None,
             transfer_backend=info.transfer_backend,
             events_endpoint=info.events_endpoint,
             replay_endpoint=info.replay_endpoint,

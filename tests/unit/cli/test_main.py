@@ -15,6 +15,11 @@ def test_help_lists_every_command(capsys):
     assert all(name in text for name in COMMANDS)
 
 
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("kvmesh 0")
+
+
 def test_an_unknown_command_names_the_known_ones(capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["serve"])
