@@ -32,9 +32,9 @@ help: ## Show this help
 	@echo "Variables:"
 	@echo "  PYTHON      interpreter for the environment, 3.11 or newer (now: $(or $(PYTHON),none found))"
 	@echo "  VENV        where the environment is (now: $(VENV))"
-	@echo "  TORCH_INDEX extra package index that has another build of torch, such as"
-	@echo "              https://download.pytorch.org/whl/cpu or https://download.pytorch.org/whl/cu130;"
-	@echo "              empty: whatever the default index has. Run 'make clean' before changing it"
+	@echo "  TORCH_INDEX extra package index that has another build of torch (PyTorch's own pages name those"
+	@echo "              for CPU and for each CUDA version); empty: whatever the default index has. Run"
+	@echo "              'make clean' before changing it"
 	@echo "  ARGS        arguments for 'kvmesh up', pytest or a benchmark: make up ARGS='--generation 2'"
 	@echo "  BENCH       one benchmark of benchmarks/ instead of all: make bench BENCH=engine"
 
