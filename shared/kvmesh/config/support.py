@@ -44,7 +44,7 @@ def _one_of(*values: Any) -> Partial:
 NO_EFFECT: Mapping[type[BaseModel], frozenset[str]] = {
     KvCacheConfig: frozenset({"sink_token_length", "use_uvm", "disk_cache_path"}),
     CacheTransceiverConfig: frozenset({"max_tokens_in_buffer"}),
-    WorkerSettings: frozenset({"lease_s", "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"}),
+    WorkerSettings: frozenset({"tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"}),
 }
 """Accepted with any value, without effect."""
 

@@ -77,8 +77,6 @@ class WorkerSettings(ServiceSettings):
     """Secret that signs transfer tickets, equal on all servers of a mesh. Prefer ``cluster_secret_file``."""
     cluster_secret_file: str | None = None
     """File that holds the cluster secret; read where ``cluster_secret`` is unset."""
-    lease_s: Seconds = 10.0
-    """Without effect here: the coordinator's ``lease_s`` holds for all its members."""
     request_timeout_s: Seconds = 180.0
     """Deadline of one request in seconds."""
     max_queue: Annotated[int, Field(gt=0)] = 1024
