@@ -1,13 +1,12 @@
-"""One engine's transfers in a process of its own, driven by JSON lines on stdin and stdout; see conftest.py."""
+"""One engine's transfers in a process of its own, driven through a pipe; see conftest.py."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import json
-import sys
 import threading
 import time
+from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
@@ -162,22 +161,21 @@ class EngineProcess:
         self.device.free(self.buffer)
 
 
-def main() -> None:
+def main(pipe: Connection, settings: dict[str, Any]) -> None:
     configure_logging("test", "warning")
     ops.set_num_threads(1)
-    faults.arm_from_environment()
-    engine = EngineProcess(**json.loads(sys.argv[1]))
-    print(json.dumps({"result": engine.transceiver.backend_name}), flush=True)
-    for line in sys.stdin:
-        name, arguments = json.loads(line)
+    engine = EngineProcess(**settings)
+    pipe.send({"result": engine.transceiver.backend_name})
+    while True:
+        name, arguments = pipe.recv()
         try:
-            answer: dict[str, Any] = {"result": getattr(engine, name)(**arguments)}
+            pipe.send({"result": getattr(engine, name)(**arguments)})
         except ApiError as error:
-            answer = {"error": [error.status, error.code, error.message]}
-        print(json.dumps(answer), flush=True)
+            pipe.send({"error": (error.status, error.code, error.message)})
         if name == "shutdown":
             return
 
 
 if __name__ == "__main__":
-    main()
+    # Given by the process that starts this one.
+    main(globals()["PIPE"], globals()["SETTINGS"])
