@@ -138,6 +138,7 @@ class Executor:
 
     def step(self) -> StepOutcome:
         """One iteration."""
+        fault_point("engine.step")
         self.counters.iteration += 1
         self._settle_transfers()
         self._expire()
@@ -215,9 +216,9 @@ class Executor:
         self._emit(seq, tokens, None)
 
     def _compute(self, chunks: list[Chunk]) -> None:
-        fault_point("engine.step")
         sampled_chunks = [chunk for chunk in chunks if chunk.sample]
         try:
+            fault_point("engine.batch")
             logits = self._runner.run(chunks)
             sampled = self._sampler.sample(logits, [chunk.seq.state for chunk in sampled_chunks])
         except Exception:
@@ -262,6 +263,7 @@ class Executor:
         handoff = b""
         if reason == "not_finished":
             assert self._desk is not None
+            fault_point("engine.before_handoff")
             try:
                 handoff = self._desk.send(seq)
             except ApiError as error:

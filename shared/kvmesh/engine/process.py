@@ -21,6 +21,9 @@ from kvmesh.telemetry import configure_logging, get_logger
 
 __all__ = ["engine_main"]
 
+EXIT_DEFECT = 70
+"""``EX_SOFTWARE`` of sysexits.h."""
+
 _PR_SET_PDEATHSIG = 1
 _log = get_logger("engine.process")
 
@@ -34,7 +37,7 @@ def engine_main(settings: WorkerSettings, endpoint: str, epoch: int) -> int:
         epoch: of this life of the engine.
 
     Returns:
-        The exit status: 0 after a shutdown, 1 when the engine could not start.
+        The exit status: 0 after a shutdown, 1 when the engine could not start, :data:`EXIT_DEFECT` after a defect.
     """
     channel = FrontChannel(endpoint)
     try:
@@ -43,11 +46,15 @@ def engine_main(settings: WorkerSettings, endpoint: str, epoch: int) -> int:
         except EngineBuildError as error:
             channel.send(EngineFailed(str(error)))
             return 1
+        channel.send(engine.ready)
         try:
-            channel.send(engine.ready)
             engine.loop(channel).run()
-        finally:
-            engine.close()
+        except Exception:
+            # The last border: an iteration failed in a way that nobody can mend here. The front sees the process end,
+            # fails its requests and says so; the log says why.
+            _log.exception("engine loop failed")
+            return EXIT_DEFECT
+        engine.close()
     finally:
         channel.close()
     return 0

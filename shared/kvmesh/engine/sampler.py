@@ -83,8 +83,10 @@ class Sampler:
 
 
 def _argmax(logits: torch.Tensor) -> list[int]:
-    """Most likely token per row, -1 where the row is not finite or has no possible token (``max`` propagates NaN)."""
-    values, ids = logits.max(dim=-1)
+    """Most likely token per row, -1 where the row is not finite or has no possible token (argmax finds a NaN)."""
+    # On host memory numpy's argmax is vectorised and several times faster than torch's.
+    ids = torch.from_numpy(logits.numpy().argmax(axis=-1)) if logits.device.type == "cpu" else logits.argmax(dim=-1)
+    values = logits.gather(-1, ids[:, None])[:, 0]
     return [token if math.isfinite(value) else -1 for value, token in zip(values.tolist(), ids.tolist(), strict=True)]
 
 

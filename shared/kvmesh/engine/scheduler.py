@@ -29,6 +29,9 @@ __all__ = [
 
 SchedulerPolicy = Literal["guaranteed_no_evict", "max_utilization"]
 
+MAX_DEFERRED = 32
+"""Sequences that one step may pass over because their prefix is being computed; bounds the comparing of prompts."""
+
 
 class Pages(Protocol):
     """The page side of scheduling. Every answer is about now; "no" changes nothing."""
@@ -203,28 +206,35 @@ class Scheduler:
     def _admit(self, plan: StepPlan, budget: int) -> None:
         if plan.preempted:
             return  # Pages are short: a new sequence would only take them from the one that was just put back.
+        limit = self._limits.max_batch_size
+        # Receivers have seats of their own, so that transfers overlap with a full batch of decodes; a received sequence
+        # then waits among the running for a place in the step.
+        receiver_seats = 2 * limit - len(self.running)
+        seats = limit - sum(other.phase is Phase.RUNNING for other in self.running)
+        deferred = 0
         for seq in list(self.waiting):
-            if not self._has_seat(seq):
-                continue
             if seq.awaits_transfer:
+                if receiver_seats <= 0:
+                    continue
                 admitted = self._admit_receiver(seq, plan)
-            elif budget <= 0 or len(plan.chunks) >= self._limits.max_batch_size or self._shares_unfinished_prefix(seq):
+            elif budget <= 0 or seats <= 0 or len(plan.chunks) >= limit:
+                if receiver_seats <= 0:
+                    return
+                continue
+            elif self._shares_unfinished_prefix(seq):
+                deferred += 1
+                if deferred == MAX_DEFERRED:
+                    return
                 continue
             else:
                 length = self._admit_first_chunk(seq, budget, plan)
                 budget -= length
+                seats -= 1
                 admitted = length > 0
             if not admitted:
                 plan.blocked = True
                 return
-
-    def _has_seat(self, seq: Sequence) -> bool:
-        # Receivers have seats of their own, so that transfers overlap with a full batch of decodes; a received sequence
-        # then waits among the running for a place in the step.
-        limit = self._limits.max_batch_size
-        if seq.awaits_transfer:
-            return len(self.running) < 2 * limit
-        return sum(other.phase is Phase.RUNNING for other in self.running) < limit
+            receiver_seats -= 1
 
     def _admit_receiver(self, seq: Sequence, plan: StepPlan) -> bool:
         if not self._can_reserve(seq) or not self._open(seq):
@@ -240,8 +250,10 @@ class Scheduler:
         return True
 
     def _admit_first_chunk(self, seq: Sequence, budget: int, plan: StepPlan) -> int:
-        if self.running and self._pages.blocks_for(seq.history.length) > self._pages.available_blocks():
-            return 0  # It would start and be preempted, again and again.
+        # One page more for each that runs already: without it, the next block boundary would put this one back.
+        wanted = self._pages.blocks_for(seq.history.length) + len(self.running)
+        if self.running and wanted > self._pages.available_blocks():
+            return 0
         if not self._can_reserve(seq) or not self._open(seq):
             return 0
         length = chunk_length(seq.num_pending, budget, self._limits)

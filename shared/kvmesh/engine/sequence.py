@@ -86,5 +86,5 @@ class Sequence:
 
     @property
     def max_cached_length(self) -> int:
-        """Tokens whose KV can ever be in the cache: the last sampled token is never computed."""
-        return self.max_length - 1
+        """Tokens whose KV can ever be in the cache: the last sampled token's never is, nor a context's first."""
+        return self.history.prompt_length if self.kind == "context" else self.max_length - 1

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvmesh.net import faults
 from kvmesh.net.clock import ManualClock
 from kvmesh.protocol.engine import EngineStats, Generate
 
@@ -189,21 +190,16 @@ def test_a_deadline_ends_a_request(make_engine: Make, prompt: Make, request_of: 
     bench.check_idle()
 
 
-def test_a_failing_batch_fails_its_requests_only(
-    make_engine: Make, prompt: Make, request_of: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_batch_fails_its_requests_only(make_engine: Make, prompt: Make, request_of: Make) -> None:
     bench = make_engine()
-    runner = bench.executor._runner
-    real = runner.run
 
-    def broken(chunks: Any) -> torch.Tensor:
+    def broken() -> None:
         raise RuntimeError("illegal instruction")
 
     bench.submit(request_of("a", prompt(9)))
     bench.submit(request_of("b", prompt(12, 1)))
-    monkeypatch.setattr(runner, "run", broken)
-    bench.step()
-    monkeypatch.setattr(runner, "run", real)
+    with faults.injected("engine.batch", broken):
+        bench.step()
     for name in "ab":
         failure = bench.answers[name].failure
         assert (failure.status, failure.code) == (500, "model_error")

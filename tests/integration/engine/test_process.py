@@ -148,6 +148,17 @@ async def test_a_killed_engine_fails_its_streams_at_once(
         client.peer_dead("somebody", 1)
 
 
+async def test_a_defect_in_the_loop_ends_the_process(
+    settings: WorkerSettings, prompt: Make, request_of: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVMESH_FAULTS", "engine.step=fail")
+    async with EngineClient.launch(settings.model_copy(update={"log_level": "error"})) as client:
+        with anyio.fail_after(PATIENCE_S):
+            assert "exit status 70" in await client.wait_dead()
+        with pytest.raises(EngineDeadError):
+            client.generate(request_of("a", prompt(6)))
+
+
 async def test_a_stopped_engine_does_not_answer_pings(engine: EngineClient) -> None:
     os.kill(engine.ready.pid, signal.SIGSTOP)
     try:

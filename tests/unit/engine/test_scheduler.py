@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from kvmesh.engine.sampler import Sampler
-from kvmesh.engine.scheduler import Scheduler, SchedulerLimits, SchedulerPolicy, StepPlan, chunk_length, pick_victim
+from kvmesh.engine.scheduler import (
+    MAX_DEFERRED,
+    Scheduler,
+    SchedulerLimits,
+    SchedulerPolicy,
+    StepPlan,
+    chunk_length,
+    pick_victim,
+)
 from kvmesh.engine.sequence import Phase, Sequence
 from kvmesh.engine.tokens import TokenHistory
 from kvmesh.protocol.disagg import HandOff
@@ -204,6 +212,27 @@ def test_guaranteed_no_evict_reserves_to_completion() -> None:
         finished += len(plan.chunks)
     assert finished == 18
     assert not bench.scheduler.has_work
+
+
+def test_guaranteed_no_evict_reserves_only_the_prompt_of_a_context_request() -> None:
+    bench = Bench(2, policy="guaranteed_no_evict")
+    bench.add("a", 8, max_tokens=500).kind = "context"
+    assert shape(bench.step()) == [("a", 0, 8, True)]
+
+
+def test_a_crowd_behind_one_prefix_is_passed_over_in_bounded_work() -> None:
+    bench = Bench(1000, max_num_tokens=16)
+    bench.add("a", 64)
+    for index in range(2 * MAX_DEFERRED):
+        bench.add(f"same{index}", 64)
+    bench.add("other", 4, first=500)
+    bench.step()
+    asked: list[str] = []
+    matched = bench.pages.matched
+    bench.pages.matched = lambda seq: asked.append(seq.request_id) or matched(seq)  # type: ignore[method-assign,func-returns-value]
+    for _ in range(2):
+        bench.step()
+    assert len(asked) <= 2 * MAX_DEFERRED
 
 
 def test_guaranteed_no_evict_counts_pages_that_transfers_hold() -> None:
