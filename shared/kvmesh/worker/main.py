@@ -6,11 +6,14 @@ from collections.abc import Callable
 
 from kvmesh.config import WorkerSettings
 from kvmesh.config.startup import refuse_unsupported
+from kvmesh.engine.client import EngineStartError
 from kvmesh.net.service import run_service
-from kvmesh.telemetry import configure_logging
-from kvmesh.worker.server import WorkerService
+from kvmesh.telemetry import configure_logging, get_logger
+from kvmesh.worker.server import WorkerFailedError, WorkerService
 
 __all__ = ["run_worker"]
+
+_log = get_logger("worker")
 
 
 def run_worker(settings: WorkerSettings, *, on_ready: Callable[[str], None] | None = None) -> None:
@@ -22,7 +25,18 @@ def run_worker(settings: WorkerSettings, *, on_ready: Callable[[str], None] | No
 
     Raises:
         ConfigError: a setting asks for what this version or this machine cannot do.
+        SystemExit: status 1, the engine did not start or the worker could not go on.
     """
     configure_logging("worker" if settings.role == "both" else settings.role, settings.log_level, settings.log_format)
     refuse_unsupported(settings)
-    run_service(WorkerService(settings), settings.host, settings.port, on_ready=on_ready)
+    failed = False
+    try:
+        run_service(WorkerService(settings), settings.host, settings.port, on_ready=on_ready)
+    except* EngineStartError as group:
+        failed = True
+        for error in group.exceptions:
+            _log.error("the engine did not start", reason=str(error))
+    except* WorkerFailedError:
+        failed = True  # said in the log already
+    if failed:
+        raise SystemExit(1)

@@ -14,7 +14,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 from aiohttp import web
-from anyio.abc import TaskGroup
+from anyio.abc import TaskGroup, TaskStatus
 from opentelemetry.trace import SpanKind
 
 from kvmesh.config import WorkerSettings
@@ -40,17 +40,21 @@ from kvmesh.worker.answers import Answerer
 from kvmesh.worker.observations import Observations
 from kvmesh.worker.plans import ModelFacts, Plan, Planner
 
-__all__ = ["WorkerService"]
+__all__ = ["WorkerFailedError", "WorkerService"]
 
 HEALTH_TIMEOUT_S = 10.0
 """Longest step after which the executor must have answered a ping: a full prefill chunk on one slow core."""
 PROBE_TIMEOUT_S = 30.0
 MAX_OPEN_CONTEXT_LEGS = 8192
 """Context legs that can still be given up by id; an older one ends by its own deadline."""
-ENGINE_DEATH_GRACE_S = 1.0
-"""Between a dead engine and the end of its front: time for the failed requests' answers to leave."""
+FAILURE_GRACE_S = 1.0
+"""Between a failure and the end of the process: time for the failed requests' answers to leave."""
 
 _log = get_logger("worker")
+
+
+class WorkerFailedError(RuntimeError):
+    """This worker cannot go on; its process ends and is to be started anew."""
 
 
 class _AbortRequest(msgspec.Struct, kw_only=True):
@@ -79,8 +83,10 @@ class WorkerService(Service):
         self._facts = ModelFacts("", 0, 0)
         self._created = int(time.time())
         self._open_legs: OrderedDict[int, str] = OrderedDict()
-        self._exit = contextlib.AsyncExitStack()
         self._failure: str | None = None
+        self._failed = anyio.Event()
+        self._leave = anyio.Event()
+        self._engine_gone: anyio.Event | None = None
         self.metrics.collect_statistics("kvmesh_engine", self._engine_statistics)
         routes = self.app.router
         routes.add_post("/v1/completions", self._completions)
@@ -99,7 +105,7 @@ class WorkerService(Service):
         settings = self.settings
         source = await anyio.to_thread.run_sync(resolve_model, settings.model)
         tokenizer = await anyio.to_thread.run_sync(Tokenizer.from_source, source)
-        engine = await self._exit.enter_async_context(EngineClient.launch(settings))
+        engine: EngineClient = await tasks.start(self._host_engine)
         ready = engine.ready
         self._facts = ModelFacts(settings.served_model_name or source.name, ready.max_seq_len, tokenizer.vocab_size)
         self._planner = Planner(engine, tokenizer, self._facts, settings.role, settings.request_timeout_s)
@@ -108,6 +114,7 @@ class WorkerService(Service):
             await self._join(tasks, settings.coordinator_url, url, engine)
         self._engine = engine
         tasks.start_soon(self._watch_engine, engine)
+        tasks.start_soon(self._end_when_failed)
         _log.info("ready", model=self._facts.name, pages=ready.num_pages, transfer=ready.transfer_backend)
 
     async def drain(self) -> None:
@@ -120,7 +127,9 @@ class WorkerService(Service):
         """Leave the membership, end the engine and send the last spans."""
         if self._coordinator is not None:
             await self._coordinator.stop()
-        await self._exit.aclose()
+        self._leave.set()
+        if self._engine_gone is not None:
+            await self._engine_gone.wait()
         await anyio.to_thread.run_sync(self._tracing.close)
 
     async def probe(self) -> Health:
@@ -157,7 +166,13 @@ class WorkerService(Service):
         await coordinator.start(tasks)
         coordinator.subscribe(self._on_member_event(engine))
         engine.on_ledger(coordinator.report)
-        coordinator.announce(self._member(url, engine), self.load)
+        # Peers have forgotten what an older life gave out; only a new engine signs with a new epoch.
+        coordinator.announce(
+            self._member(url, engine),
+            self.load,
+            on_epoch=lambda epoch: self._fail(f"the mesh took this worker for dead; its next life is epoch {epoch}"),
+            on_fenced=lambda: self._fail("a newer process has taken this instance id"),
+        )
         self._coordinator = coordinator
 
     def _member(self, url: str, engine: EngineClient) -> Member:
@@ -188,13 +203,30 @@ class WorkerService(Service):
 
         return hear
 
+    async def _host_engine(self, *, task_status: TaskStatus[EngineClient]) -> None:
+        """Own the engine from launch to end, in one task as its task group demands."""
+        self._engine_gone = gone = anyio.Event()
+        try:
+            async with EngineClient.launch(self.settings) as engine:
+                task_status.started(engine)
+                await self._leave.wait()
+        finally:
+            gone.set()
+
     async def _watch_engine(self, engine: EngineClient) -> None:
-        """End this process when its engine has ended: whoever supervises it starts both anew."""
-        reason = await engine.wait_dead()
-        self._failure = f"the engine is dead: {reason}"
-        _log.error("engine died", reason=reason)
-        await anyio.sleep(ENGINE_DEATH_GRACE_S)
-        raise RuntimeError(self._failure)
+        self._fail(f"the engine is dead: {await engine.wait_dead()}")
+
+    def _fail(self, reason: str) -> None:
+        if self._failure is None:
+            self._failure = reason
+            _log.error("this worker cannot go on", reason=reason)
+            self._failed.set()
+
+    async def _end_when_failed(self) -> None:
+        """End this process when it cannot go on: whoever supervises it starts front and engine anew."""
+        await self._failed.wait()
+        await anyio.sleep(FAILURE_GRACE_S)
+        raise WorkerFailedError(self._failure)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         return await self._generate(request, "completions")
