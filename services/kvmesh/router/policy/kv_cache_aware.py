@@ -55,7 +55,7 @@ def decide(candidates: Sequence[Candidate], prompt_tokens: int, args: KvCacheAwa
     return Decision(
         policy="kv_cache_aware",
         chosen=ordered[chosen].instance_id,
-        reason=f"least cost; holds {credit:g} of {prompt_tokens} tokens" if credit else "least cost; nobody's match",
+        reason=f"least cost; credited with {credit:g} of {prompt_tokens} tokens",
         candidates=scored,
     )
 
