@@ -92,14 +92,19 @@ class RequestData(msgspec.Struct, tag=True, kw_only=True):
 
 
 class TransferResult(msgspec.Struct, tag=True, kw_only=True):
-    """Sender to receiver. Pull planes answer ``ready`` with the source pages, push planes ``done`` once written."""
+    """Sender to receiver. Pull planes answer ``ready`` with the source pages, push planes ``done`` once written.
+
+    ``checksums`` may follow either: the owner computes them while the receiver copies.
+    """
 
     transfer_id: int
     session: int
-    status: Literal["ready", "done", "failed", "cancelled"]
+    status: Literal["ready", "done", "checksums", "failed", "cancelled"]
     src_pages: list[bytes] = []
+    checked: bool = False
+    """With ``ready`` and ``done``: a message with the checksums follows."""
     checksums: list[bytes] = []
-    """Per layer group: uint64 per page, empty when checksums are off."""
+    """Per layer group: uint64 per page."""
     access: bytes = b""
     """Pull planes with a data socket: what to present there."""
     bytes_moved: int = 0

@@ -1,19 +1,43 @@
-"""Per-page checksums: computed by the owner, compared by the receiver before it trusts a page."""
+"""Per-page checksums: computed by the owner, compared by the receiver before it trusts a page.
+
+Neither waits for the other: the owner computes while the receiver copies, and the receiver sums each slice right after
+it has landed, while it is still in the processor's cache.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvmesh.kernels import ops
 from kvmesh.transceiver.types import PageIds, PoolMemory
 
-__all__ = ["ChecksumMismatchError", "PageChecksums"]
+__all__ = ["PageChecksums", "RunningChecksums", "checksum_difference"]
 
 
-class ChecksumMismatchError(Exception):
-    """A page arrived with other bytes than its owner had."""
+class RunningChecksums:
+    """Checksums of a list of pages, computed slice by slice.
+
+    Args:
+        pools: for every layer group its pool.
+        pages: for every layer group the pages.
+    """
+
+    def __init__(self, pools: Sequence[PoolMemory], pages: Sequence[PageIds]) -> None:
+        self._pools = pools
+        self._pages = pages
+        self._sums: list[NDArray[np.uint64]] = [np.zeros(len(ids), dtype=np.uint64) for ids in pages]
+
+    def add(self, group: int, part: slice) -> None:
+        """Compute those of ``pages[group][part]``."""
+        pool = self._pools[group]
+        self._sums[group][part] = ops.checksum_pages(pool.address, self._pages[group][part], pool.page_bytes)
+
+    def encoded(self) -> list[bytes]:
+        """Per layer group the little-endian uint64 checksums; zero for pages that were not added."""
+        return [sums.astype("<u8", copy=False).tobytes() for sums in self._sums]
 
 
 class PageChecksums:
@@ -27,25 +51,27 @@ class PageChecksums:
     def __init__(self, pools: Sequence[PoolMemory], pool_of_group: Sequence[int]) -> None:
         self._pools = [pools[pool] for pool in pool_of_group]
 
+    def running(self, pages: Sequence[PageIds]) -> RunningChecksums:
+        """Begin to sum ``pages``."""
+        return RunningChecksums(self._pools, pages)
+
     def of(self, pages: Sequence[PageIds]) -> list[bytes]:
         """Per layer group the little-endian uint64 checksums of ``pages``."""
-        return [
-            ops.checksum_pages(pool.address, ids, pool.page_bytes).astype("<u8", copy=False).tobytes()
-            for pool, ids in zip(self._pools, pages, strict=True)
-        ]
+        sums = self.running(pages)
+        for group in range(len(pages)):
+            sums.add(group, slice(None))
+        return sums.encoded()
 
-    def verify(self, pages: Sequence[PageIds], expected: Sequence[bytes]) -> None:
-        """Compare ``pages`` here with what their owner computed.
 
-        Raises:
-            ChecksumMismatchError: they differ; names the first page that does.
-        """
-        for group, (ids, ours, theirs) in enumerate(zip(pages, self.of(pages), expected, strict=True)):
-            if ours == theirs:
-                continue
-            if len(ours) != len(theirs):
-                raise ChecksumMismatchError(f"group {group}: {len(theirs) // 8} checksums came for {len(ids)} pages")
-            wrong = np.flatnonzero(np.frombuffer(ours, "<u8") != np.frombuffer(theirs, "<u8"))
-            raise ChecksumMismatchError(
-                f"group {group}: {len(wrong)} of {len(ids)} pages arrived damaged, the first at index {int(wrong[0])}"
-            )
+def checksum_difference(ours: Sequence[bytes], theirs: Sequence[bytes]) -> str | None:
+    """What is wrong with pages that have the checksums ``ours`` here and ``theirs`` at their owner; None if nothing."""
+    if len(ours) != len(theirs):
+        return f"checksums of {len(theirs)} layer groups came for {len(ours)}"
+    for group, (here, there) in enumerate(zip(ours, theirs, strict=True)):
+        if len(here) != len(there):
+            return f"group {group}: {len(there) // 8} checksums came for {len(here) // 8} pages"
+        wrong = np.flatnonzero(np.frombuffer(here, "<u8") != np.frombuffer(there, "<u8"))
+        if len(wrong):
+            pages = len(here) // 8
+            return f"group {group}: {len(wrong)} of {pages} pages arrived damaged, the first at index {int(wrong[0])}"
+    return None

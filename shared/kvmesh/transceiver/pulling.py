@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kvmesh.net.faults import FaultInjectedError, fault_point
 from kvmesh.protocol.transfer import CancelSession, ResultAck, TransferResult
-from kvmesh.transceiver.integrity import ChecksumMismatchError
+from kvmesh.transceiver.integrity import checksum_difference
 from kvmesh.transceiver.links import worker_of
 from kvmesh.transceiver.local import LocalEngine
 from kvmesh.transceiver.planes.base import MoveJob, MoveStoppedError, PlaneError
@@ -42,6 +40,7 @@ class Pulling:
         if [len(ids) for ids in remote] != [len(ids) for ids in session.local]:
             self._fail(session, "the owner granted another number of pages than were asked for")
             return
+        self._prepare_check(session, granted)
         job = MoveJob(
             transfer_id=session.transfer_id,
             session=session.session,
@@ -49,13 +48,20 @@ class Pulling:
             remote=remote,
             access=granted.access,
             control=session.control,
+            landed=session.sums.add if session.sums is not None else None,
         )
         self._apply(session, ReceiveEvent.MOVING)
-        self._submit(session, job, granted.checksums)
+        self._submit(session, job)
 
     def start_check(self, session: ReceiveSession, written: TransferResult) -> None:
         """Check the pages that the owner has written (under the lock)."""
-        self._submit(session, None, written.checksums)
+        self._prepare_check(session, written)
+        self._submit(session, None)
+
+    def take_checksums(self, session: ReceiveSession, sums: list[bytes]) -> None:
+        """The owner's checksums have come (under the lock)."""
+        session.owner_sums = sums
+        self._complete(session)
 
     def acknowledge(self, session: ReceiveSession) -> None:
         """Tell the owner, once, how an ended session stands: it may release its pages, or has to stop writing."""
@@ -87,27 +93,30 @@ class Pulling:
         message = CancelSession(transfer_id=session.transfer_id, session=session.session, ticket=session.token)
         self._engine.send(session.endpoint, message)
 
-    def _submit(self, session: ReceiveSession, job: MoveJob | None, checksums: Sequence[bytes]) -> None:
+    def _prepare_check(self, session: ReceiveSession, answer: TransferResult) -> None:
+        if answer.checked and self._engine.checksums is not None:
+            session.sums = self._engine.checksums.running(session.local)
+
+    def _submit(self, session: ReceiveSession, job: MoveJob | None) -> None:
         session.busy = True
         try:
-            self._engine.workers.submit(worker_of(session.endpoint), lambda: self._finish(session, job, checksums))
+            self._engine.workers.submit(worker_of(session.endpoint), lambda: self._work(session, job))
         except WorkerBusyError as error:
             session.busy = False
             self._fail(session, str(error))
 
-    def _finish(self, session: ReceiveSession, job: MoveJob | None, checksums: Sequence[bytes]) -> None:
-        reason, code = "", "transfer_failed"
+    def _work(self, session: ReceiveSession, job: MoveJob | None) -> None:
+        reason = ""
         try:
             if job is not None:
                 assert session.peer is not None
                 self._engine.plane.move(session.peer, job)
-            if self._engine.checksums is not None and checksums:
-                self._engine.checksums.verify(session.local, checksums)
+            elif session.sums is not None:
+                for group in range(len(session.local)):
+                    session.sums.add(group, slice(None))
             fault_point("transceiver.before_ack")
         except MoveStoppedError:
             reason = "stopped"
-        except ChecksumMismatchError as error:
-            reason, code = str(error), "checksum_mismatch"
         except (PlaneError, FaultInjectedError) as error:
             reason = str(error)
         with self._table.changed:
@@ -115,15 +124,31 @@ class Pulling:
             if session.terminal:
                 self.acknowledge(session)
             elif reason:
-                self._fail(session, reason, code)
+                self._fail(session, reason)
             else:
                 self._apply(session, ReceiveEvent.MOVED)
-                self._apply(session, ReceiveEvent.VERIFIED)
+                self._complete(session)
             self._table.changed.notify_all()
+
+    def _complete(self, session: ReceiveSession) -> None:
+        if session.status.state is not SessionState.KV_TRANSFERRED:
+            return
+        if session.sums is None:
+            self._apply(session, ReceiveEvent.VERIFIED)
+        elif session.owner_sums is not None:
+            damage = checksum_difference(session.sums.encoded(), session.owner_sums)
+            if damage is None:
+                self._apply(session, ReceiveEvent.VERIFIED)
+            else:
+                self._fail(session, damage, "checksum_mismatch")
+        elif session.orphaned:
+            self._fail(session, f"{session.peer} ended before it had sent its checksums", "peer_dead", 503)
 
     def _apply(self, session: ReceiveSession, event: ReceiveEvent) -> None:
         self._table.advance(session, next_receive_status(session.status, event))
 
-    def _fail(self, session: ReceiveSession, reason: str, code: str = "transfer_failed") -> None:
+    def _fail(
+        self, session: ReceiveSession, reason: str, code: str = "transfer_failed", http_status: int = 502
+    ) -> None:
         status = next_receive_status(session.status, ReceiveEvent.FAIL)
-        self._table.fail(session, status, 502, code, reason)
+        self._table.fail(session, status, http_status, code, reason)

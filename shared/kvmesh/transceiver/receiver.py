@@ -168,13 +168,17 @@ class ReceiverSide:
             if session.terminal:
                 if granted:
                     self._acknowledge(session)
-            elif granted and (session.busy or self._push != (result.status == "done")):
+            elif granted and (
+                session.status.state is not SessionState.READY or self._push != (result.status == "done")
+            ):
                 self.table.counters.dropped += 1
                 self._log.warning("an answer makes no sense", transfer_id=result.transfer_id, status=result.status)
             elif result.status == "ready":
                 self._pulling.start_pull(session, result)
             elif result.status == "done":
                 self._pulling.start_check(session, result)
+            elif result.status == "checksums":
+                self._pulling.take_checksums(session, result.checksums)
             elif result.status == "cancelled":
                 self._apply(session, ReceiveEvent.CANCEL, "cancelled by the page owner")
             else:
@@ -225,7 +229,7 @@ class ReceiverSide:
                 return
             link.lost_since_s = link.lost_since_s or self._engine.clock.monotonic_s()
             for session in self._sessions_of(endpoint):
-                if session.status.state is SessionState.READY and not session.busy:
+                if session.asked and not session.busy:
                     self._fail(session, 503, "peer_lost", f"the connection to {link.peer} was lost")
 
     # Under the lock.
@@ -277,7 +281,11 @@ class ReceiverSide:
     def _link_down(self, link: Link, code: str, reason: str) -> None:
         for session in self._sessions_of(link.endpoint):
             # A copy from shared memory outlives its owner; one over a socket notices by itself.
-            if session.peer == link.peer and not session.busy:
+            if session.peer != link.peer:
+                continue
+            if session.busy:
+                session.orphaned = True
+            else:
                 self._fail(session, 503, code, reason)
 
     def _apply_deadlines(self, now_s: float, *, blocking: bool) -> float:

@@ -48,7 +48,7 @@ class Serving:
         self._engine.workers.retire(_worker(peer), lambda: self._engine.plane.detach(peer))
 
     def answer(
-        self, session: SendSession, status: Literal["ready", "done", "failed", "cancelled"], **fields: Any
+        self, session: SendSession, status: Literal["ready", "done", "checksums", "failed", "cancelled"], **fields: Any
     ) -> None:
         """Tell the receiver of a session how it stands; fields are those of ``TransferResult``."""
         route = self._receivers.route(session.peer)
@@ -69,38 +69,41 @@ class Serving:
         self._engine.send(route, self._engine.handshake.reply())
 
     def _serve(self, session: SendSession, peer: PeerKey, job: MoveJob) -> None:
-        engine = self._engine
+        plane, checksums = self._engine.plane, self._engine.checksums
+        checked = checksums is not None
         try:
             fault_point("transceiver.before_send")
             with self._table.lock:
                 if session.terminal or session.control.stopped:
                     raise MoveStoppedError
                 self._apply(session, SendEvent.STARTED)
-            checksums = engine.checksums.of(job.local) if engine.checksums is not None else []
-            if engine.plane.direction == "push":
-                engine.plane.move(peer, job)
+                if plane.direction == "pull":
+                    access = plane.grant(session.transfer_id, session.session, job.local)
+                    pages = [encode_pages(ids) for ids in job.local]
+                    self.answer(session, "ready", src_pages=pages, access=access, checked=checked)
+            if plane.direction == "push":
+                plane.move(peer, job)
                 fault_point("transceiver.after_write")
+                with self._table.lock:
+                    if session.terminal or session.control.stopped:
+                        raise MoveStoppedError
+                    self._apply(session, SendEvent.WRITTEN)
+                    self.answer(session, "done", bytes_moved=session.num_bytes, checked=checked)
         except MoveStoppedError:
             self._cancelled(session)
         except (PlaneError, FaultInjectedError) as error:
             self._fail(session, str(error))
         else:
-            self._served(session, job, checksums)
+            # While the receiver copies, or sums what it has got.
+            sums = checksums.of(job.local) if checksums is not None else []
+            self._served(session, sums)
 
-    def _served(self, session: SendSession, job: MoveJob, checksums: list[bytes]) -> None:
-        plane = self._engine.plane
-        with self._table.lock:
-            if session.terminal or session.control.stopped:
-                self._cancelled(session)
-            elif plane.direction == "pull":
-                session.busy = False
-                access = plane.grant(session.transfer_id, session.session, job.local)
-                pages = [encode_pages(ids) for ids in job.local]
-                self.answer(session, "ready", src_pages=pages, checksums=checksums, access=access)
-            else:
-                session.busy = False
-                self._apply(session, SendEvent.WRITTEN)
-                self.answer(session, "done", checksums=checksums, bytes_moved=session.num_bytes)
+    def _served(self, session: SendSession, sums: list[bytes]) -> None:
+        with self._table.changed:
+            session.busy = False
+            if sums and not session.terminal:
+                self.answer(session, "checksums", checksums=sums)
+            self._table.changed.notify_all()
 
     def _cancelled(self, session: SendSession) -> None:
         with self._table.changed:

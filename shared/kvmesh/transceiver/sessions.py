@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvmesh.protocol.transfer import Ticket
+from kvmesh.transceiver.integrity import RunningChecksums
 from kvmesh.transceiver.planes.base import MoveControl
 from kvmesh.transceiver.states import INITIAL_STATUS, Status
 from kvmesh.transceiver.types import PageIds, PageLease, PeerKey, TransferFailure
@@ -90,6 +91,11 @@ class ReceiveSession(Session):
     """The owner has been asked for the pages, and its ticket is spent."""
     acknowledged: bool = False
     """The owner has been told how the session ended."""
+    orphaned: bool = False
+    """The owner is gone while a mover of ours works with what is left of it."""
+    sums: RunningChecksums | None = None
+    """Checksums of the pages as they landed; None when they are not checked."""
+    owner_sums: list[bytes] | None = None
     peer_may_write: bool = False
     """Push planes: the owner has been asked to write and has not said that it ended."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,6 +79,21 @@ def test_a_copy_from_shared_memory_outlives_its_owner(pull: Wire) -> None:
     pull.generation.workers.run()
     assert pull.receiver.poll(0).completed == [7]
     assert [str(peer) for peer in pull.generation_plane.detached] == ["context#1"]
+
+
+def test_a_copy_without_its_owners_checksums_is_not_accepted(pull: Wire) -> None:
+    for engine in (pull.context, pull.generation):
+        object.__setattr__(engine, "checksums", SimpleNamespace(of=lambda pages: [], running=lambda pages: sums))
+    sums = SimpleNamespace(add=lambda group, part: None, encoded=list)
+    pull.ask(7, pull.offer(7))
+    pull.deliver_to_context()
+    pull.context.workers.run()
+    pull.deliver_to_generation()
+    pull.receiver.peer_dead("context", 1)
+    pull.generation.workers.run()
+    (failure,) = pull.receiver.poll(0).failed
+    assert (failure.status, failure.code) == (503, "peer_dead")
+    assert pull.leases["generation", 7].released == 1
 
 
 def test_quarantined_pages_return_when_the_writer_is_known_dead(push: Wire) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -242,23 +243,66 @@ def test_an_injected_failure_fails_both_sides(wire: Wire, point: str) -> None:
     assert wire.released(7) == (1, 1)
 
 
-def test_damaged_pages_are_not_accepted(pull: Wire) -> None:
-    class Damaged:
-        def of(self, pages: Any) -> list[bytes]:
-            return [b"\1" * 8 * len(ids) for ids in pages]
+class Checksums:
+    """Sums that say what they are told to."""
 
-        def verify(self, pages: Any, expected: Any) -> None:
-            from kvmesh.transceiver.integrity import ChecksumMismatchError
+    def __init__(self, value: int) -> None:
+        self._value = value
 
-            raise ChecksumMismatchError(f"{len(expected[0]) // 8} pages arrived damaged")
+    def running(self, pages: Any) -> Any:
+        return SimpleNamespace(add=lambda _group, _part: None, encoded=lambda: self.of(pages))
 
-    for engine in (pull.context, pull.generation):
-        object.__setattr__(engine, "checksums", Damaged())
-    pull.ask(7, pull.offer(7))
-    pull.pump()
-    (failure,) = pull.receiver.poll(0).failed
-    assert (failure.code, failure.message) == ("checksum_mismatch", "4 pages arrived damaged")
-    assert pull.sender.poll(0).failed[0].code == "receiver_failed"
+    def of(self, pages: Any) -> list[bytes]:
+        return [bytes([self._value] * 8 * len(ids)) for ids in pages]
+
+
+def with_checksums(wire: Wire, at_context: int, at_generation: int) -> None:
+    object.__setattr__(wire.context, "checksums", Checksums(at_context))
+    object.__setattr__(wire.generation, "checksums", Checksums(at_generation))
+
+
+def test_pages_are_checked(wire: Wire) -> None:
+    with_checksums(wire, 5, 5)
+    wire.ask(7, wire.offer(7))
+    wire.pump()
+    assert wire.receiver.poll(0).completed == [7]
+    assert wire.sender.poll(0).completed == [7]
+
+
+def test_damaged_pages_are_not_accepted(wire: Wire) -> None:
+    with_checksums(wire, 5, 6)
+    wire.ask(7, wire.offer(7))
+    wire.pump()
+    (failure,) = wire.receiver.poll(0).failed
+    assert failure.code == "checksum_mismatch"
+    assert failure.message == "group 0: 4 of 4 pages arrived damaged, the first at index 0"
+    assert wire.sender.poll(0).failed[0].code == "receiver_failed"
+    assert wire.released(7) == (1, 1)
+
+
+@pytest.mark.parametrize(("at_context", "at_generation"), [(True, False), (False, True)])
+def test_one_side_alone_does_not_check(wire: Wire, at_context: bool, at_generation: bool) -> None:
+    with_checksums(wire, 5, 6)
+    for engine, on in ((wire.context, at_context), (wire.generation, at_generation)):
+        if not on:
+            object.__setattr__(engine, "checksums", None)
+    wire.ask(7, wire.offer(7))
+    wire.pump()
+    assert wire.receiver.poll(0).completed == [7]
+
+
+def test_pages_whose_checksums_never_come_are_not_accepted(wire: Wire) -> None:
+    with_checksums(wire, 5, 5)
+    wire.ask(7, wire.offer(7))
+    wire.deliver_to_context()
+    wire.context.workers.run()
+    checksums = wire.to_generation.pop()
+    assert checksums.status == "checksums"
+    wire.pump()
+    assert wire.receiver.poll(0) == ([], [], [], [])
+    assert wire.generation.ledger.drain()[-1].state == "transferring"
+    wire.receiver.peer_dead("context", 1)
+    assert wire.receiver.poll(0).failed[0].code == "peer_dead"
 
 
 def test_an_owner_that_grants_another_number_of_pages_is_not_believed(pull: Wire) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -65,6 +65,8 @@ class MoveJob:
     access: bytes = b""
     """What the owner gave out with :meth:`DataPlane.grant` (pull planes)."""
     control: MoveControl = field(default_factory=MoveControl)
+    landed: Callable[[int, slice], None] | None = None
+    """Called in the mover with (group, part) when the pages ``local[group][part]`` are in place (pull planes)."""
 
     @property
     def num_pages(self) -> int:

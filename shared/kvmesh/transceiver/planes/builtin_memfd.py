@@ -26,6 +26,8 @@ __all__ = ["MappedPools", "MemfdDescriptor", "SharedPool", "describe_pools"]
 
 SLICE_BYTES: Final = 8 << 20
 """A stop is noticed between slices: a few milliseconds of copying, long against the cost of a call."""
+CACHED_SLICE_BYTES: Final = 1 << 20
+"""Where someone reads what has landed: small enough to find it in the processor's second-level cache."""
 
 
 class SharedPool(msgspec.Struct, frozen=True, array_like=True):
@@ -83,7 +85,8 @@ class MappedPools:
     def pull(self, job: MoveJob, pool_of_group: Sequence[int]) -> int:
         """Copy the pages of ``job`` into this process's pools; see :meth:`DataPlane.move`."""
         moved = 0
-        most = [max(1, SLICE_BYTES // self._pools[pool].page_bytes) for pool in pool_of_group]
+        slice_bytes = SLICE_BYTES if job.landed is None else CACHED_SLICE_BYTES
+        most = [max(1, slice_bytes // self._pools[pool].page_bytes) for pool in pool_of_group]
         for group, pages in enumerate(job.remote):
             if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < self._counts[pool_of_group[group]]:
                 raise PlaneError(f"the owner granted pages outside its pool of group {group}")
@@ -94,6 +97,8 @@ class MappedPools:
             local = job.local[group][part]
             ops.copy_pages(pool.address, local, source.ctypes.data, job.remote[group][part], pool.page_bytes)
             moved += len(local) * pool.page_bytes
+            if job.landed is not None:
+                job.landed(group, part)
         job.control.checkpoint()
         return moved
 

@@ -228,6 +228,9 @@ class PageClient:
             job.control.checkpoint()
             _receive(connection, part, job.control)
         job.control.checkpoint()
+        if job.landed is not None:
+            for group in range(len(job.local)):
+                job.landed(group, slice(None))
         return expected
 
 
