@@ -22,9 +22,17 @@ from torch import Tensor
 
 from kvmesh.kernels.library import Kernel, KernelError, check, load_cpu, load_cuda
 from kvmesh.kernels.paged import COMPUTE_DTYPES, PagedKv, native_kv
-from kvmesh.kernels.quantized import QuantizedWeight, QuantKind, dequantize, dequantize_rows, quantized_linear
+from kvmesh.kernels.quantized import (
+    QUANTIZED_LINEAR_MAX_TOKENS,
+    QuantizedWeight,
+    QuantKind,
+    dequantize,
+    dequantize_rows,
+    quantized_linear,
+)
 
 __all__ = [
+    "QUANTIZED_LINEAR_MAX_TOKENS",
     "KernelError",
     "PagedKv",
     "QuantKind",

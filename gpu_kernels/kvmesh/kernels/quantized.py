@@ -19,9 +19,20 @@ from torch import Tensor
 
 from kvmesh.kernels.library import KernelError, check, load_cpu
 
-__all__ = ["QuantKind", "QuantizedWeight", "dequantize", "dequantize_rows", "quantized_linear"]
+__all__ = [
+    "QUANTIZED_LINEAR_MAX_TOKENS",
+    "QuantKind",
+    "QuantizedWeight",
+    "dequantize",
+    "dequantize_rows",
+    "quantized_linear",
+]
 
 BLOCK_COLUMNS: Final = 32
+
+# Up to this many tokens `quantized_linear` is faster than a float32 matrix product over dequantised weights; beyond,
+# arithmetic rather than memory is the limit (benchmarks/kernels.py measures the crossover: between 64 and 96).
+QUANTIZED_LINEAR_MAX_TOKENS: Final = 64
 
 
 class QuantKind(IntEnum):

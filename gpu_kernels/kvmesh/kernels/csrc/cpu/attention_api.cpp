@@ -11,7 +11,7 @@ namespace kvmesh {
 namespace {
 
 // Keys of one decode task. Fixed, so that a sequence's result does not depend on the batch or the threads.
-constexpr int kDecodeSplit = 512;
+constexpr int kDecodeSplit = 256;
 // Keys x rows below which all tasks run on the calling thread: less than a wake-up's worth of work.
 constexpr int64_t kParallelWork = 512;
 

@@ -19,7 +19,7 @@ void attention_merge(const AttentionArgs& a, const AttentionTask* parts, int cou
 void attention_decode(const AttentionArgs& a, const AttentionTask& task, void* scratch);
 void attention_prefill(const AttentionArgs& a, const AttentionTask& task, void* scratch);
 
-void prepare_linear(const LinearArgs& a, float* packed_x, float* block_sums);
+void prepare_linear(const LinearArgs& a, int32_t kind, float* packed_x, float* block_sums);
 void linear_q4_1(const LinearArgs& a, int64_t panel_begin, int64_t panel_end);
 void linear_q8_0(const LinearArgs& a, int64_t panel_begin, int64_t panel_end);
 

@@ -87,7 +87,7 @@ struct LevelTable {
   void (*attention_decode)(const AttentionArgs&, const AttentionTask&, void* scratch);
   void (*attention_prefill)(const AttentionArgs&, const AttentionTask&, void* scratch);
   void (*attention_merge)(const AttentionArgs&, const AttentionTask* parts, int count, void* scratch);
-  void (*prepare_linear)(const LinearArgs&, float* packed_x, float* block_sums);
+  void (*prepare_linear)(const LinearArgs&, int32_t kind, float* packed_x, float* block_sums);
   void (*linear_q4_1)(const LinearArgs&, int64_t panel_begin, int64_t panel_end);
   void (*linear_q8_0)(const LinearArgs&, int64_t panel_begin, int64_t panel_end);
 };

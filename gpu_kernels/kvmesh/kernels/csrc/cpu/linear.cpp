@@ -17,7 +17,7 @@ constexpr int kParts = kPanelRows / kLanes;  // vectors that one column of a pan
 #if defined(__AVX512F__)
 constexpr int kTokens = 8;
 #elif defined(__AVX2__)
-constexpr int kTokens = 2;
+constexpr int kTokens = 3;
 #else
 constexpr int kTokens = 1;
 #endif
@@ -27,14 +27,24 @@ KVM_INLINE VFloat half_scales(const uint8_t* p, int part) {
   return Lanes<Float16>::load(reinterpret_cast<const Float16*>(p) + part * kLanes);
 }
 
-// The low four bits of every lane as float32.
-KVM_INLINE VFloat nibble_to_float(VUint v) {
+// Nibble `index` of every lane, times nibble_factor(index), as float32.
+KVM_INLINE VFloat nibble_to_float(VUint v, int index) {
 #if defined(__AVX512F__)
   // The permutation looks at four index bits only: mask and conversion in one instruction.
   const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  return (VFloat)_mm512_permutexvar_ps((__m512i)v, values);
+  return (VFloat)_mm512_permutexvar_ps((__m512i)(v >> (4 * index)), values);
 #else
-  return to_lanes((VInt)(v & 15u));
+  // Without a shift the value comes out times 16^index; the inputs are divided by that power of two, exactly.
+  return index == 7 ? to_lanes((VInt)(v >> 28)) : to_lanes((VInt)(v & (15u << (4 * index))));
+#endif
+}
+
+KVM_INLINE float nibble_factor(int index) {
+#if defined(__AVX512F__)
+  (void)index;
+  return 1.0f;
+#else
+  return index == 7 ? 1.0f : float(1u << (4 * index));
 #endif
 }
 
@@ -51,7 +61,7 @@ struct Q4 {
 #pragma GCC unroll 8
       for (int n = 0; n < 8; ++n) {
         VFloat w[kParts];
-        for (int p = 0; p < kParts; ++p) w[p] = nibble_to_float(packed[p] >> (4 * n));
+        for (int p = 0; p < kParts; ++p) w[p] = nibble_to_float(packed[p], n);
 #pragma GCC unroll 8
         for (int t = 0; t < Tokens; ++t) {
           VFloat value = splat(x[(g * 8 + n) * Tokens + t]);
@@ -131,22 +141,19 @@ void multiply_panel(const LinearArgs& a, int64_t panel_index, int64_t token) {
   }
 }
 
-// Calls visit(token, tile size) for every pass over a panel: whole tiles, then the rest by powers of two.
+// Calls visit(token, tile size) for every pass over a panel: whole tiles, then one of exactly the rest.
 template <int Tokens, class Visit>
-KVM_INLINE void for_rest(int64_t token, int64_t tokens, Visit visit) {
+KVM_INLINE void visit_rest(int64_t token, int64_t rest, Visit visit) {
   if constexpr (Tokens > 0) {
-    if (tokens - token >= Tokens) {
-      visit(token, std::integral_constant<int, Tokens>());
-      token += Tokens;
-    }
-    for_rest<Tokens / 2>(token, tokens, visit);
+    if (rest == Tokens) visit(token, std::integral_constant<int, Tokens>());
+    else visit_rest<Tokens - 1>(token, rest, visit);
   }
 }
 template <class Visit>
 KVM_INLINE void for_tiles(int64_t tokens, Visit visit) {
   int64_t token = 0;
   for (; token + kTokens <= tokens; token += kTokens) visit(token, std::integral_constant<int, kTokens>());
-  for_rest<kTokens / 2>(token, tokens, visit);
+  visit_rest<kTokens - 1>(token, tokens - token, visit);
 }
 
 template <class Format>
@@ -158,8 +165,10 @@ void multiply_panels(const LinearArgs& a, int64_t begin, int64_t end) {
 
 }  // namespace
 
-void prepare_linear(const LinearArgs& a, float* packed_x, float* block_sums) {
+void prepare_linear(const LinearArgs& a, int32_t kind, float* packed_x, float* block_sums) {
   int64_t blocks = a.columns / kBlockColumns;
+  float factors[8];
+  for (int i = 0; i < 8; ++i) factors[i] = kind == kQ4_1 ? 1.0f / nibble_factor(i) : 1.0f;
   for (int64_t t = 0; t < a.tokens; ++t) {
     for (int64_t b = 0; b < blocks; ++b) {
       const float* x = a.x + t * a.x_stride + b * kBlockColumns;
@@ -172,7 +181,7 @@ void prepare_linear(const LinearArgs& a, float* packed_x, float* block_sums) {
     float* to = packed_x + token * a.columns;
     for (int t = 0; t < tile(); ++t) {
       const float* from = a.x + (token + t) * a.x_stride;
-      for (int64_t k = 0; k < a.columns; ++k) to[k * tile() + t] = from[k];
+      for (int64_t k = 0; k < a.columns; ++k) to[k * tile() + t] = from[k] * factors[k % 8];
     }
   });
 }

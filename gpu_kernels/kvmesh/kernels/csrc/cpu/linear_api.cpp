@@ -59,7 +59,7 @@ KVMESH_API int kvmesh_cpu_quantized_linear(float* out, int64_t out_stride, const
   if (packed_x == nullptr && tokens > 0) return KVMESH_NO_MEMORY;
   float* block_sums = packed_x + tokens * columns;
   LinearArgs args{out, x, packed_x, block_sums, panels, out_stride, x_stride, tokens, rows, columns};
-  kernels.prepare_linear(args, packed_x, block_sums);
+  kernels.prepare_linear(args, kind, packed_x, block_sums);
   auto multiply = kind == kQ4_1 ? kernels.linear_q4_1 : kernels.linear_q8_0;
   int64_t count = (rows + kPanelRows - 1) / kPanelRows, bytes = columns / kBlockColumns * panel_bytes(kind);
   if (count * bytes * tokens < kParallelBytes) {
