@@ -30,24 +30,22 @@ Abort = Callable[[Server, Outgoing], None]
 
 
 class _HandOff:
-    """Pages that wait at a context server for a generation server to fetch them."""
+    """Pages that a context server keeps, or is about to keep, for a generation server to fetch."""
 
-    def __init__(self, server: Server, dialect: Dialect, transfer_id: int, prefilled: Prefilled, abort: Abort) -> None:
+    def __init__(self, server: Server, dialect: Dialect, transfer_id: int, abort: Abort) -> None:
         self.server = server
         self.dialect = dialect
         self.transfer_id = transfer_id
-        self.prefilled = prefilled
-        self.fetched = False
+        self.settled = False
+        """Whether no pages are waiting: they were fetched, or there never were any."""
         self._abort = abort
 
-    @property
-    def truth(self) -> CtxUsage | None:
-        """Usage to put into the generation server's answer; None when it is there already."""
-        return self.prefilled.usage if self.dialect.rewrites_usage else None
-
     def close(self) -> None:
-        """The sequence is over: if it did not end well the pages may still be waiting."""
-        if not self.fetched and (abort := self.dialect.abort(self.transfer_id)) is not None:
+        """The sequence is over; an unsettled server is told not to wait.
+
+        Also when its answer never came: that may have been under way when the client left.
+        """
+        if not self.settled and (abort := self.dialect.abort(self.transfer_id)) is not None:
             self._abort(self.server, abort)
 
 
@@ -100,7 +98,7 @@ class Attempts:
         else:
             record.context = placement.decision
         dialect = self._dialects[placement.server.member.dialect]
-        return await self._answer(work, placement.server, dialect.whole(work), None, stack)
+        return await self._answer(work, placement.server, dialect.whole(work), stack)
 
     async def _disaggregated(
         self, work: Work, placement: Placement, record: Attempt, avoid: Avoid, stack: AsyncExitStack
@@ -109,22 +107,40 @@ class Attempts:
         dialect = self._dialects[server.member.dialect]
         record.context = placement.decision
         transfer_id = record.transfer_id = self._ids.next()
-        tokens = self._planner.uncached_tokens(work, server.member.instance_id)
-        body = await self._legs.whole(server, dialect.prefill(work, transfer_id), work.headers, tokens=tokens)
-        prefilled = dialect.read_prefill(work, body)
-        work.prefilled_at(server.member.instance_id)
+        hand_off = _HandOff(server, dialect, transfer_id, self._abort)
+        stack.callback(hand_off.close)
+        prefilled = await self._prefill(work, hand_off)
+        fault_point("router.between_legs")
         if prefilled.finished:
+            hand_off.settled = True
             self._prefill_only += 1
             return _finished(work, prefilled)
-        hand_off = _HandOff(server, dialect, transfer_id, prefilled, self._abort)
-        stack.callback(hand_off.close)
-        fault_point("router.between_legs")
-        return await self._second_leg(work, hand_off, record, avoid, stack)
+        return await self._second_leg(work, hand_off, prefilled, record, avoid, stack)
+
+    async def _prefill(self, work: Work, hand_off: _HandOff) -> Prefilled:
+        server, dialect = hand_off.server, hand_off.dialect
+        tokens = self._planner.uncached_tokens(work, server.member.instance_id)
+        outgoing = dialect.prefill(work, hand_off.transfer_id)
+        try:
+            body = await self._legs.whole(server, outgoing, work.headers, tokens=tokens)
+        except LegFailure:
+            hand_off.settled = True  # it refused, or is gone
+            raise
+        prefilled = dialect.read_prefill(work, body)
+        work.prefilled_at(server.member.instance_id)
+        return prefilled
 
     async def _second_leg(
-        self, work: Work, hand_off: _HandOff, record: Attempt, avoid: Avoid, stack: AsyncExitStack
+        self,
+        work: Work,
+        hand_off: _HandOff,
+        prefilled: Prefilled,
+        record: Attempt,
+        avoid: Avoid,
+        stack: AsyncExitStack,
     ) -> Answer:
-        outgoing = hand_off.dialect.decode(work, hand_off.prefilled, hand_off.transfer_id)
+        outgoing = hand_off.dialect.decode(work, prefilled, hand_off.transfer_id)
+        truth = prefilled.usage if hand_off.dialect.rewrites_usage else None
         while True:
             try:
                 placement = self._planner.place_generation(work, hand_off.server.member, avoid)
@@ -133,22 +149,30 @@ class Attempts:
                 raise LegFailure(hand_off.server.member.instance_id, error, retryable=True) from None
             record.generation = placement.decision
             try:
-                return await self._answer(work, placement.server, outgoing, hand_off, stack)
+                return await self._answer(work, placement.server, outgoing, stack, hand_off, truth)
             except LegFailure as failure:
                 if not failure.unreachable:
                     raise
                 avoid.down.add(failure.instance_id)  # nothing was sent: the hand-off is good for another server
 
     async def _answer(
-        self, work: Work, server: Server, outgoing: Outgoing, hand_off: _HandOff | None, stack: AsyncExitStack
+        self,
+        work: Work,
+        server: Server,
+        outgoing: Outgoing,
+        stack: AsyncExitStack,
+        hand_off: _HandOff | None = None,
+        truth: CtxUsage | None = None,
     ) -> Answer:
-        """The leg that produces the client's answer: the second one, or the only one."""
+        """The leg that produces the client's answer: the second one, or the only one.
+
+        ``truth`` is the usage to put into it, where the server counts for itself.
+        """
         tokens, second = work.prompt_tokens, hand_off is not None
-        truth = None if hand_off is None else hand_off.truth
 
         def ended(well: bool) -> None:
             if hand_off is not None:
-                hand_off.fetched = well
+                hand_off.settled = well
             server.breaker.succeeded() if well else server.breaker.failed()
 
         if not work.request.stream:
