@@ -101,7 +101,8 @@ class Serving:
     def _served(self, session: SendSession, sums: list[bytes]) -> None:
         with self._table.changed:
             session.busy = False
-            if sums and not session.terminal:
+            # Even if it was cancelled meanwhile: the receiver, told that the pages are there, waits for them.
+            if sums:
                 self.answer(session, "checksums", checksums=sums)
             self._table.changed.notify_all()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -234,6 +235,28 @@ def test_a_lost_cancel_is_sent_again_until_the_writer_answers(push: Wire) -> Non
     push.pump()
     assert push.receiver.cancel(7)
     push.receiver.poll(0)
+    push.sender.poll(0)
+    assert push.released(7) == (1, 1)
+
+
+def test_a_receiver_that_has_its_pages_gets_their_checksums_though_the_owner_cancels(push: Wire) -> None:
+    push.ask(7, push.offer(7))
+    push.deliver_to_context()
+
+    def sum_pages(_pages: Any) -> list[bytes]:
+        assert not push.sender.cancel(7), "the pages are still read here"
+        push.sender.poll(0)
+        assert push.leases["context", 7].released == 0
+        return []
+
+    sums = SimpleNamespace(add=lambda group, part: None, encoded=lambda: [b""])
+    for engine in (push.context, push.generation):
+        object.__setattr__(
+            engine, "checksums", SimpleNamespace(of=lambda pages: [*sum_pages(pages), b""], running=lambda pages: sums)
+        )
+    push.pump()
+    assert push.receiver.poll(0).completed == [7]
+    assert push.sender.cancel(7)
     push.sender.poll(0)
     assert push.released(7) == (1, 1)
 
