@@ -24,16 +24,20 @@ class WorkerBusyError(Exception):
 
 class _Worker:
     def __init__(self, name: str) -> None:
-        self._jobs: queue.Queue[Job | None] = queue.Queue(MAX_QUEUED_JOBS)
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         self.error: BaseException | None = None
 
-    def submit(self, job: Job | None) -> None:
-        try:
-            self._jobs.put_nowait(job)
-        except queue.Full as error:
-            raise WorkerBusyError(f"{self._thread.name}: {MAX_QUEUED_JOBS} jobs wait already") from error
+    def submit(self, job: Job) -> None:
+        if self._jobs.qsize() >= MAX_QUEUED_JOBS:
+            raise WorkerBusyError(f"{self._thread.name}: {MAX_QUEUED_JOBS} jobs wait already")
+        self._jobs.put(job)
+
+    def end(self, last_job: Job | None = None) -> None:
+        if last_job is not None:
+            self._jobs.put(last_job)
+        self._jobs.put(None)
 
     def join(self, timeout_s: float) -> bool:
         self._thread.join(timeout_s)
@@ -79,9 +83,7 @@ class PeerWorkers:
             if last_job is not None:
                 last_job()
             return
-        if last_job is not None:
-            worker.submit(last_job)
-        worker.submit(None)
+        worker.end(last_job)
 
     @property
     def error(self) -> BaseException | None:
@@ -96,6 +98,6 @@ class PeerWorkers:
             workers = list(self._workers.values())
             self._workers.clear()
         for worker in workers:
-            worker.submit(None)
+            worker.end()
         for worker in workers:
             worker.join(timeout_s)

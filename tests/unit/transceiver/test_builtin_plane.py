@@ -1,0 +1,278 @@
+"""The built-in plane between two pools of one process: shared memory and TCP."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvmesh.cache.device import CpuDevice, DeviceBuffer
+from kvmesh.net.faults import injected
+from kvmesh.transceiver.planes.base import MoveControl, MoveJob, MoveStoppedError, PlaneError
+from kvmesh.transceiver.planes.builtin import BuiltinPlane
+from kvmesh.transceiver.planes.builtin_memfd import MemfdDescriptor
+from kvmesh.transceiver.types import PeerKey, PoolMemory
+
+PAGE = 4096
+COUNT = 32
+OWNER = PeerKey("owner", 1)
+
+
+@dataclass
+class End:
+    plane: BuiltinPlane
+    pages: list[np.ndarray]
+    """Per pool ``[COUNT, PAGE]``."""
+
+
+def pool(buffer: DeviceBuffer, page_bytes: int = PAGE, **changes: Any) -> PoolMemory:
+    fields = {
+        "address": buffer.address,
+        "nbytes": buffer.nbytes,
+        "num_pages": buffer.nbytes // page_bytes,
+        "page_bytes": page_bytes,
+        "fd": buffer.fd,
+    }
+    return PoolMemory(**{**fields, **changes})
+
+
+@pytest.fixture
+def make_end() -> Iterator[Callable[..., End]]:
+    """Builds planes over two pools and three layer groups; the first two share a pool."""
+    planes: list[BuiltinPlane] = []
+    buffers: list[DeviceBuffer] = []
+    device = CpuDevice(1 << 24)
+
+    def make(choice: str = "auto", seed: int = 0, page_bytes: int = PAGE, **changes: Any) -> End:
+        mine = [device.allocate(COUNT * PAGE) for _ in range(2)]
+        buffers.extend(mine)
+        for buffer in mine:
+            buffer.array[:] = np.random.default_rng(seed).integers(0, 256, buffer.nbytes, dtype=np.uint8)
+        plane = BuiltinPlane(
+            [pool(buffer, page_bytes, **changes) for buffer in mine],
+            [0, 0, 1],
+            choice=choice,  # type: ignore[arg-type]
+            bind_host="127.0.0.1",
+        )
+        planes.append(plane)
+        return End(plane, [buffer.array.reshape(-1, page_bytes) for buffer in mine])
+
+    yield make
+    for plane in planes:
+        plane.close()
+    for buffer in buffers:
+        device.free(buffer)
+
+
+def ids(*pages: int) -> np.ndarray:
+    return np.array(pages, dtype=np.int32)
+
+
+def job(owner: End, local: list[np.ndarray], remote: list[np.ndarray], **changes: Any) -> MoveJob:
+    access = owner.plane.grant(7, 1, remote)
+    fields = {"transfer_id": 7, "session": 1, "local": local, "remote": remote, "access": access}
+    return MoveJob(**{**fields, **changes})
+
+
+LOCAL, REMOTE = [ids(1, 2, 3), ids(9), ids(30, 4)], [ids(8, 9, 3), ids(0), ids(5, 6)]
+
+
+@pytest.mark.parametrize("way", ["memfd", "tcp"])
+def test_pages_of_every_group_arrive_and_nothing_else_changes(make_end: Callable[..., End], way: str) -> None:
+    owner, receiver = make_end(seed=1), make_end(way, seed=2)
+    before = [pages.copy() for pages in receiver.pages]
+    assert receiver.plane.attach(OWNER, owner.plane.describe()) == way
+    assert receiver.plane.attach(OWNER, owner.plane.describe()) == way, "attaching twice is attaching once"
+    for _ in range(2):
+        assert receiver.plane.move(OWNER, job(owner, LOCAL, REMOTE)) == 6 * PAGE
+    for group, number in enumerate([0, 0, 1]):
+        before[number][LOCAL[group]] = owner.pages[number][REMOTE[group]]
+    for pages, expected in zip(receiver.pages, before, strict=True):
+        assert np.array_equal(pages, expected)
+
+
+@pytest.mark.parametrize("way", ["memfd", "tcp"])
+def test_every_page_that_landed_is_told_once(make_end: Callable[..., End], way: str) -> None:
+    owner, receiver = make_end(seed=1), make_end(way, seed=2)
+    receiver.plane.attach(OWNER, owner.plane.describe())
+    landed: list[int] = []
+
+    def note(group: int, part: slice) -> None:
+        number = [0, 0, 1][group]
+        there = owner.pages[number][REMOTE[group][part]]
+        assert np.array_equal(receiver.pages[number][LOCAL[group][part]], there)
+        landed.extend(LOCAL[group][part].tolist())
+
+    receiver.plane.move(OWNER, job(owner, LOCAL, REMOTE, landed=note))
+    assert landed == [1, 2, 3, 9, 30, 4]
+
+
+@pytest.mark.parametrize("way", ["memfd", "tcp"])
+def test_a_stopped_move_touches_nothing_more_and_the_next_one_works(make_end: Callable[..., End], way: str) -> None:
+    owner, receiver = make_end(seed=1), make_end(way, seed=2)
+    receiver.plane.attach(OWNER, owner.plane.describe())
+    control = MoveControl()
+    control.stop()
+    with pytest.raises(MoveStoppedError):
+        receiver.plane.move(OWNER, job(owner, LOCAL, REMOTE, control=control))
+    receiver.plane.move(OWNER, job(owner, LOCAL, REMOTE))
+    assert np.array_equal(receiver.pages[1][30], owner.pages[1][5])
+
+
+@pytest.mark.parametrize("way", ["memfd", "tcp"])
+def test_a_detached_peer_is_not_reachable(make_end: Callable[..., End], way: str) -> None:
+    owner, receiver = make_end(), make_end(way)
+    receiver.plane.attach(OWNER, owner.plane.describe())
+    receiver.plane.detach(OWNER)
+    receiver.plane.detach(OWNER)
+    with pytest.raises(PlaneError, match="owner#1 is not attached"):
+        receiver.plane.move(OWNER, job(owner, LOCAL, REMOTE))
+
+
+def test_memory_is_preferred_and_tcp_is_taken_when_it_cannot_be_opened(make_end: Callable[..., End]) -> None:
+    owner, receiver = make_end(), make_end()
+    assert receiver.plane.attach(OWNER, owner.plane.describe()) == "memfd"
+    assert make_end().plane.attach(OWNER, moved_elsewhere(owner, boot_id="another host")) == "tcp"
+    # The same number in another process id namespace is another file.
+    memfd = msgspec.msgpack.decode(owner.plane.describe())[0]
+    assert make_end().plane.attach(OWNER, changed(owner, 0, 1, 0, 2, memfd[1][0][2] + 1)) == "tcp"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ((0, 0, 0), "another host", "another host or in another process id namespace"),
+        ((0, 0, 2), 2**22 + 1, "cannot open the peer's memory"),
+        ((0, 1, 0, 2), 1, "it runs in another process id namespace"),
+        ((0, 1, 0, 4), 1000, "are described"),
+        ((0, 1, 0, 5), 64, "pages of"),
+    ],
+)
+def test_memory_that_is_not_what_was_described_is_not_mapped(
+    make_end: Callable[..., End], path: tuple[int, ...], value: Any, message: str
+) -> None:
+    owner, receiver = make_end(), make_end("memfd")
+    with pytest.raises(PlaneError, match=message):
+        receiver.plane.attach(OWNER, changed(owner, *path, value))
+
+
+def changed(end: End, *path_and_value: Any) -> bytes:
+    *path, last, value = path_and_value
+    described = msgspec.msgpack.decode(end.plane.describe())
+    part = described
+    for step in path:
+        part = part[step]
+    part[last] = value
+    return msgspec.msgpack.encode(described)
+
+
+def moved_elsewhere(end: End, *, boot_id: str) -> bytes:
+    return changed(end, 0, 0, 0, boot_id)
+
+
+def test_an_unreadable_description_is_a_plane_error(make_end: Callable[..., End]) -> None:
+    with pytest.raises(PlaneError, match="cannot be read"):
+        make_end().plane.attach(OWNER, b"\xc1")
+
+
+def test_pages_outside_the_owners_pool_are_not_read(make_end: Callable[..., End]) -> None:
+    owner, receiver = make_end(), make_end("memfd")
+    receiver.plane.attach(OWNER, owner.plane.describe())
+    for page in (-1, COUNT):
+        with pytest.raises(PlaneError, match="outside its pool"):
+            receiver.plane.move(OWNER, job(owner, [ids(1), ids(), ids()], [ids(page), ids(), ids()]))
+
+
+def test_what_a_choice_needs(make_end: Callable[..., End]) -> None:
+    with pytest.raises(PlaneError, match="needs pools backed by a memfd"):
+        make_end("memfd", fd=None)
+    with pytest.raises(PlaneError, match="moves host memory"):
+        make_end("auto", device="cuda")
+    anonymous = make_end("auto", fd=None)
+    assert msgspec.msgpack.decode(anonymous.plane.describe())[0] is None
+    assert make_end().plane.attach(OWNER, anonymous.plane.describe()) == "tcp"
+    with pytest.raises(PlaneError, match="the peer shares no memory, and TCP is not offered by both sides"):
+        make_end("memfd").plane.attach(OWNER, anonymous.plane.describe())
+    assert isinstance(MemfdDescriptor, type)
+
+
+# TCP.
+
+
+def test_the_page_server_wants_the_key_of_a_live_grant(make_end: Callable[..., End]) -> None:
+    owner, receiver = make_end("tcp"), make_end("tcp")
+    receiver.plane.attach(OWNER, owner.plane.describe())
+    good = job(owner, LOCAL, REMOTE)
+    for wrong in ({"access": b"k" * 16}, {"session": 2}, {"transfer_id": 8}):
+        with pytest.raises(PlaneError, match="refused the session"):
+            receiver.plane.move(OWNER, job(owner, LOCAL, REMOTE, **wrong))
+    owner.plane.revoke(7, 1)
+    with pytest.raises(PlaneError, match="refused the session"):
+        receiver.plane.move(OWNER, good)
+
+
+def test_the_lists_of_both_sides_must_be_of_one_size(make_end: Callable[..., End]) -> None:
+    owner, receiver = make_end("tcp"), make_end("tcp")
+    receiver.plane.attach(OWNER, owner.plane.describe())
+    with pytest.raises(PlaneError, match=f"sends {6 * PAGE} bytes, {PAGE} are wanted"):
+        receiver.plane.move(OWNER, job(owner, [ids(1), ids(), ids()], REMOTE))
+
+
+def test_a_revoked_stream_ends(make_end: Callable[..., End]) -> None:
+    owner, receiver = make_end("tcp"), make_end("tcp")
+    receiver.plane.attach(OWNER, owner.plane.describe())
+    with (
+        injected("transceiver.during_send", lambda: owner.plane.revoke(7, 1)),
+        pytest.raises(PlaneError, match="the owner closed the connection"),
+    ):
+        receiver.plane.move(OWNER, job(owner, LOCAL, REMOTE))
+
+
+def test_a_receiver_that_waits_for_bytes_can_be_stopped(make_end: Callable[..., End]) -> None:
+    owner, receiver = make_end("tcp"), make_end("tcp")
+    receiver.plane.attach(OWNER, owner.plane.describe())
+    held, control = threading.Event(), MoveControl()
+
+    def hold() -> None:
+        control.stop()
+        held.wait(10)
+
+    with injected("transceiver.during_send", hold), pytest.raises(MoveStoppedError):
+        receiver.plane.move(OWNER, job(owner, LOCAL, REMOTE, control=control))
+    held.set()
+
+
+def test_an_owner_that_is_not_there(make_end: Callable[..., End]) -> None:
+    owner, receiver = make_end("tcp"), make_end("tcp")
+    described = owner.plane.describe()
+    owner.plane.close()
+    owner.plane.close()
+    with pytest.raises(PlaneError, match="cannot reach the page server"):
+        receiver.plane.attach(OWNER, described)
+
+
+def test_closing_an_owner_ends_its_connections(make_end: Callable[..., End]) -> None:
+    owner, receiver = make_end("tcp"), make_end("tcp")
+    receiver.plane.attach(OWNER, owner.plane.describe())
+    granted = job(owner, LOCAL, REMOTE)
+    owner.plane.close()
+    with pytest.raises(PlaneError, match="failed"):
+        receiver.plane.move(OWNER, granted)
+
+
+def test_garbage_on_the_data_port_harms_nobody(make_end: Callable[..., End]) -> None:
+    owner, receiver = make_end("tcp", seed=1), make_end("tcp")
+    receiver.plane.attach(OWNER, owner.plane.describe())
+    _memfd, host, port = msgspec.msgpack.decode(owner.plane.describe())
+    with socket.create_connection((host, port), 5) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: kvmesh\r\n\r\n" + b"x" * 8)
+        connection.settimeout(5)
+        assert connection.recv(64)[:4] == b"KVP1"
+    receiver.plane.move(OWNER, job(owner, LOCAL, REMOTE))
+    assert np.array_equal(receiver.pages[0][1], owner.pages[0][8])

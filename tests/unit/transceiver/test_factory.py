@@ -1,0 +1,119 @@
+"""What is built from which configuration, and what is refused before anything is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvmesh.cache.device import CpuDevice
+from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
+from kvmesh.config.cache_transceiver import CacheTransceiverConfig
+from kvmesh.transceiver import PoolMemory, ServerFacts, TransceiverConfigError, create_transceiver
+from kvmesh.transceiver.planes.nixl_agent import prepare_environment
+
+LAYOUT = PageLayout.build(
+    CacheRequirements((LayerCacheSpec(layer_index=0, num_kv_heads=1, head_dim=64, dtype="float32"),)), 8
+)
+PAGE_BYTES = LAYOUT.pools[0].page_bytes
+
+
+@pytest.fixture
+def memory() -> Iterator[PoolMemory]:
+    device = CpuDevice(1 << 20)
+    buffer = device.allocate(8 * PAGE_BYTES)
+    yield PoolMemory(address=buffer.address, nbytes=buffer.nbytes, num_pages=8, page_bytes=PAGE_BYTES, fd=buffer.fd)
+    device.free(buffer)
+
+
+def create(memory: PoolMemory, backend: str | None = "DEFAULT", fields: dict[str, Any] | None = None, **changes: Any):  # type: ignore[no-untyped-def]
+    arguments = {
+        "layout": LAYOUT,
+        "pools": [memory],
+        "instance_id": "engine",
+        "epoch": 1,
+        "cluster_secret": b"secret",
+        "digest": LAYOUT.digest("m"),
+        "environment": {},
+    }
+    config = CacheTransceiverConfig(backend=backend, **(fields or {}))  # type: ignore[arg-type]
+    return create_transceiver(config, **{**arguments, **changes})
+
+
+def test_no_backend_means_no_transceiver(memory: PoolMemory) -> None:
+    assert create(memory, None) is None
+
+
+@pytest.mark.parametrize(("backend", "name"), [("DEFAULT", "BUILTIN"), ("NIXL", "NIXL")])
+def test_the_transceiver_says_what_it_is_and_closes_twice(memory: PoolMemory, backend: str, name: str) -> None:
+    transceiver = create(memory, backend)
+    assert transceiver.backend_name == name
+    assert transceiver.control_endpoint.startswith("tcp://127.0.0.1:")
+    assert not transceiver.has_tracked_transfers
+    assert transceiver.check_context_transfer_status(1) == ([], [], [], [])
+    assert transceiver.check_gen_transfer_status(1) == ([], [], [], [])
+    assert transceiver.sweep_timeouts() == []
+    assert transceiver.cancel_request(5)
+    assert transceiver.stats() == (0,) * 14
+    transceiver.shutdown()
+    transceiver.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("backend", "fields", "changes", "message"),
+    [
+        ("UCX", {}, {}, "^not supported yet: .*backend UCX"),
+        ("NIXL", {"transceiver_runtime": "CPP"}, {}, "^not supported yet: .*CPP"),
+        ("DEFAULT", {}, {"cluster_secret": b""}, "cluster secret"),
+        ("NIXL", {}, {"facts": ServerFacts(nixl_installed=False)}, r"kvmesh\[engine\]"),
+        ("DEFAULT", {}, {"layout": PageLayout.build(
+            CacheRequirements((LayerCacheSpec(layer_index=0, num_kv_heads=2, head_dim=64, dtype="float32"),)), 8
+        )}, "not those of the layout"),
+    ],
+)  # fmt: skip
+def test_refusals(
+    memory: PoolMemory, backend: str, fields: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(TransceiverConfigError, match=message):
+        create(memory, backend, fields, **changes)
+
+
+def test_a_plane_that_cannot_work_is_a_configuration_error(memory: PoolMemory) -> None:
+    anonymous = PoolMemory(address=memory.address, nbytes=memory.nbytes, num_pages=8, page_bytes=PAGE_BYTES)
+    with pytest.raises(TransceiverConfigError, match="needs pools backed by a memfd"):
+        create(anonymous, plane="memfd")
+
+
+def test_an_address_that_is_not_ours_is_an_os_error(memory: PoolMemory) -> None:
+    with pytest.raises(OSError, match=r"192\.0\.2\.1|assign"):
+        create(memory, bind_host="192.0.2.1")
+
+
+@pytest.mark.parametrize(
+    ("bind_host", "infiniband", "expected"),
+    [
+        ("127.0.0.1", False, {"UCX_MODULES": "^ib", "UCX_NET_DEVICES": "lo"}),
+        ("::1", True, {"UCX_NET_DEVICES": "lo"}),
+        ("localhost", True, {"UCX_NET_DEVICES": "lo"}),
+        ("0.0.0.0", False, {"UCX_MODULES": "^ib"}),
+        ("node-1", True, {}),
+    ],
+)
+def test_the_environment_that_nixl_is_loaded_in(bind_host: str, infiniband: bool, expected: dict[str, str]) -> None:
+    environment: dict[str, str] = {}
+    prepare_environment(environment, bind_host=bind_host, infiniband=infiniband)
+    assert environment == {
+        "NIXL_LOG_LEVEL": "ERROR",
+        "UCX_WARN_UNUSED_ENV_VARS": "n",
+        "UCX_ERROR_SIGNALS": "",
+        **expected,
+    }
+
+
+def test_what_a_user_has_set_stays() -> None:
+    environment = {"UCX_NET_DEVICES": "eth1", "NIXL_LOG_LEVEL": "INFO", "UCX_MODULES": "all"}
+    prepare_environment(environment, bind_host="127.0.0.1", infiniband=False)
+    assert environment["UCX_NET_DEVICES"] == "eth1"
+    assert environment["NIXL_LOG_LEVEL"] == "INFO"
+    assert environment["UCX_MODULES"] == "all"
