@@ -11,17 +11,16 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import anyio
 import anyio.abc
 import msgspec
 import zmq
 import zmq.asyncio
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+from anyio.streams.memory import MemoryObjectSendStream
 
 from kvmesh.config import WorkerSettings
+from kvmesh.engine.stream import EngineDeadError, StreamItem, TokenStream
 from kvmesh.protocol.engine import (
     Abort,
     DrainKvEvents,
@@ -39,7 +38,6 @@ from kvmesh.protocol.engine import (
     Shutdown,
     ToEngine,
     TokenBatch,
-    TokenOutput,
 )
 from kvmesh.protocol.errors import ApiError, unavailable
 from kvmesh.protocol.transfer import LedgerEvent
@@ -56,70 +54,8 @@ STOP_GRACE_S = 5.0
 _log = get_logger("engine.client")
 
 
-class EngineDeadError(ApiError):
-    """The engine process is gone; its requests are lost, and a new engine may be on its way."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(503, message, type="service_unavailable_error", code="engine_dead", retry_after_s=5)
-
-
 class EngineStartError(RuntimeError):
     """The engine process could not start; the message says why."""
-
-
-class TokenStream(AsyncIterator[TokenOutput]):
-    """Outputs of one sequence, the last with a finish reason. Leaving early (``aclose``, ``async with``) aborts it."""
-
-    def __init__(self, client: EngineClient, request_id: str, received: MemoryObjectReceiveStream[_Item]) -> None:
-        self._client = client
-        self._request_id = request_id
-        self._received = received
-        self._over = False
-
-    async def __anext__(self) -> TokenOutput:
-        """The next output.
-
-        Raises:
-            ApiError: the engine failed the request, or died (:class:`EngineDeadError`).
-            StopAsyncIteration: the sequence is finished.
-        """
-        if self._over:
-            raise StopAsyncIteration
-        try:
-            item = await self._received.receive()
-        except BaseException:
-            self._leave()
-            raise
-        if isinstance(item, ApiError):
-            self._end()
-            raise item
-        if item.finish_reason is not None:
-            self._end()
-        return item
-
-    async def aclose(self) -> None:
-        """Stop the sequence unless it is finished; idempotent."""
-        self._leave()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
-        if not self._over:
-            self._end()
-            self._client.abort(self._request_id)
-
-    def _end(self) -> None:
-        self._over = True
-        self._received.close()
-
-
-_Item = TokenOutput | ApiError
 
 
 class EngineClient:
@@ -137,7 +73,7 @@ class EngineClient:
         self._process = process
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-        self._streams: dict[str, MemoryObjectSendStream[_Item]] = {}
+        self._streams: dict[str, MemoryObjectSendStream[StreamItem]] = {}
         self._answers: dict[int, MemoryObjectSendStream[Pong | KvEventsDrained | EngineDeadError]] = {}
         self._sequence = itertools.count(1)
         self._ledger_callbacks: list[Callable[[list[LedgerEvent]], None]] = []
@@ -229,10 +165,10 @@ class EngineClient:
         self._check_alive()
         if request.request_id in self._streams:
             raise ApiError(400, f"Request id {request.request_id!r} is already in use.", code="duplicate_request_id")
-        sender, receiver = anyio.create_memory_object_stream[_Item](math.inf)
+        sender, receiver = anyio.create_memory_object_stream[StreamItem](math.inf)
         self._streams[request.request_id] = sender
         self._send(request)
-        return TokenStream(self, request.request_id, receiver)
+        return TokenStream(self.abort, request.request_id, receiver)
 
     def abort(self, request_id: str) -> None:
         """Stop a sequence, or the transfer that a finished context request left behind. Unknown ids are ignored."""
@@ -366,7 +302,7 @@ class EngineClient:
                 self._failure = message.message
                 self._started.set()
 
-    def _deliver(self, request_id: str, item: _Item, *, last: bool) -> None:
+    def _deliver(self, request_id: str, item: StreamItem, *, last: bool) -> None:
         stream = self._streams.get(request_id)
         if stream is None:
             return  # Its reader has left.
