@@ -68,7 +68,7 @@ class RouterService(Service):
         self._tokenizer: PromptTokenizer | None = None
         self._pipeline: Pipeline | None = None
         self._model = settings.served_model_name or settings.model
-        self._upstream = HttpUpstream()
+        self._upstream = HttpUpstream(keys)
         self._tasks: TaskGroup | None = None
         self._coordinator: CoordinatorClient | None = None
         self._static: StaticMembership | None = None
@@ -80,7 +80,7 @@ class RouterService(Service):
         routes.add_post("/v1/completions", self._completions)
         routes.add_post("/v1/chat/completions", self._chat)
         routes.add_get("/ready", self._ready)
-        Endpoints(self.parts, self._upstream, self._tokens).add_to(routes)
+        Endpoints(self.parts, self._upstream, settings, self._tokens).add_to(routes)
 
     async def start(self, tasks: TaskGroup, url: str) -> None:
         """Open the connections, find the servers, load the tokenizer.

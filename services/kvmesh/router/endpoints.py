@@ -10,6 +10,7 @@ import anyio
 import msgspec
 from aiohttp import web
 
+from kvmesh.config import RouterSettings
 from kvmesh.net.http import json_response, read_json
 from kvmesh.protocol.errors import ApiError, bad_request
 from kvmesh.protocol.openai.requests import ChatCompletionRequest
@@ -41,13 +42,19 @@ class Endpoints:
     Args:
         parts: of the router.
         upstream: for the workers' records.
+        settings: where the indexer is.
         tokens: the tokenizer and the model's name; raises a 503 while it is loading.
     """
 
     def __init__(
-        self, parts: Parts, upstream: HttpUpstream, tokens: Callable[[], tuple[PromptTokenizer, str, str]]
+        self,
+        parts: Parts,
+        upstream: HttpUpstream,
+        settings: RouterSettings,
+        tokens: Callable[[], tuple[PromptTokenizer, str, str]],
     ) -> None:
         self._parts = parts
+        self._indexer = {"url": settings.indexer_url, "match_endpoint": settings.indexer_match_endpoint}
         self._upstream = upstream
         self._tokens = tokens
         self._created = int(time.time())
@@ -116,7 +123,7 @@ class Endpoints:
         return json_response(DetokenizeResponse(prompt=await tokenizer.decode(body.tokens)))
 
     async def _cluster_info(self, _request: web.Request) -> web.Response:
-        return json_response(self._parts.cluster.info())
+        return json_response({**self._parts.cluster.info(), "indexer": self._indexer})
 
     async def _explain(self, request: web.Request) -> web.Response:
         wanted = request.match_info["request_id"]

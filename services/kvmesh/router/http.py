@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -105,9 +105,15 @@ class HttpResponse:
 
 
 class HttpUpstream:
-    """A keep-alive pool to all workers; use as an async context manager."""
+    """A keep-alive pool to all workers; use as an async context manager.
 
-    def __init__(self) -> None:
+    Args:
+        keys: the API keys of this mesh now. Servers that ask for one are given the first; clients' keys go no further
+            than the router.
+    """
+
+    def __init__(self, keys: Callable[[], frozenset[str]] = frozenset) -> None:
+        self._keys = keys
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -140,6 +146,8 @@ class HttpUpstream:
     async def _request(self, method: str, url: str, body: bytes | None, headers: Mapping[str, str]) -> HttpResponse:
         if self._session is None:
             raise UpstreamUnreachableError("the router is stopping")
+        if keys := self._keys():
+            headers = {**headers, "Authorization": f"Bearer {min(keys)}"}
         try:
             response = await self._session.request(method, url, data=body, headers=headers, allow_redirects=False)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:

@@ -69,7 +69,3 @@ class Loads:
         if counts is None:
             return ServerLoad(0, 0)
         return ServerLoad(counts.requests + counts.foreign_requests, counts.tokens)
-
-    def total_requests(self) -> int:
-        """Legs that this router has under way."""
-        return sum(counts.requests for counts in self._counts.values())

@@ -12,6 +12,7 @@ import numpy as np
 import openai
 import pytest
 from aiohttp import web
+from opentelemetry.sdk.trace.export import SpanExporter
 
 from kvmesh.config import RouterSettings
 from kvmesh.net.service import serving
@@ -30,6 +31,7 @@ from kvmesh.protocol.openai.responses import (
 )
 from kvmesh.protocol.openai.sse import DONE, SSE_HEADERS, ChunkEncoder, error_event
 from kvmesh.router.app import RouterService
+from kvmesh.telemetry.tracing import Tracing
 
 MODEL = "fake-model"
 VOCABULARY = [chr(32 + index) for index in range(95)]
@@ -273,8 +275,9 @@ class FakeWorker:
 class Mesh:
     """A router in front of fake workers, and clients of it."""
 
-    def __init__(self, stack: AsyncExitStack) -> None:
+    def __init__(self, stack: AsyncExitStack, exporter: SpanExporter | None = None) -> None:
         self._stack = stack
+        self.exporter = exporter
         self.workers: dict[str, FakeWorker] = {}
         self.router: RouterService
         self.url = ""
@@ -285,6 +288,8 @@ class Mesh:
         keys = settings.get("api_keys", [])
         router = RouterSettings(port=0, served_model_name=MODEL, **{"request_timeout_s": 20.0, **settings})
         self.router = RouterService(router, tokenizer=FakeTokenizer())
+        if self.exporter is not None:
+            self.router._tracing = Tracing("router", exporter=self.exporter)
         self.url = await self._stack.enter_async_context(serving(self.router))
         for name, role in roles.items():
             await self.join(FakeWorker(name, role))
@@ -331,9 +336,11 @@ def mesh() -> Callable[..., Any]:
     """``async with mesh({"c": "context", "g": "generation"}, **settings) as mesh``."""
 
     @asynccontextmanager
-    async def start(roles: Mapping[str, str] | None = None, **settings: Any) -> AsyncIterator[Mesh]:
+    async def start(
+        roles: Mapping[str, str] | None = None, exporter: SpanExporter | None = None, **settings: Any
+    ) -> AsyncIterator[Mesh]:
         async with AsyncExitStack() as stack:
-            found = Mesh(stack)
+            found = Mesh(stack, exporter)
             await found.start({"c": "context", "g": "generation"} if roles is None else roles, **settings)
             yield found
 

@@ -182,3 +182,4 @@ async def test_api_keys(mesh: Callable[..., Any]) -> None:
         with pytest.raises(openai.AuthenticationError):
             await m.openai.with_options(api_key="wrong").completions.create(model="fake-model", prompt="x")
         assert (await m.get("/health"))[0] == 200, "probes carry no key"
+        assert [headers["Authorization"] for headers in m["c"].headers] == ["Bearer secret"], "servers share the keys"

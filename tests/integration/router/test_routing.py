@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvmesh.config import CoordinatorSettings
 from kvmesh.coordinator.main import build as build_coordinator
@@ -174,6 +175,21 @@ async def test_request_ids_and_trace_context(mesh: Mesh) -> None:
         await m.post("/v1/chat/completions", CHAT)
         made = {worker.headers[-1]["traceparent"] for worker in (m["c"], m["g"])}
         assert len(made) == 1, "both legs are one trace"
+
+
+async def test_spans_of_a_request_are_one_trace(mesh: Mesh) -> None:
+    exporter = InMemorySpanExporter()
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with mesh(exporter=exporter) as m:
+        await m.post("/v1/chat/completions", CHAT, {"traceparent": trace})
+        sent = {worker.headers[-1]["traceparent"] for worker in (m["c"], m["g"])}
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    assert set(spans) == {"router", "queue", "tokenize", "match"}
+    assert {span.context.trace_id for span in spans.values()} == {0x0AF7651916CD43DD8448EB211C80319C}
+    root = spans["router"]
+    assert root.parent.span_id == 0xB7AD6B7169203331
+    assert {span.parent.span_id for name, span in spans.items() if name != "router"} == {root.context.span_id}
+    assert sent == {f"00-{root.context.trace_id:032x}-{root.context.span_id:016x}-01"}
 
 
 async def test_two_requests_with_one_id_do_not_meet(mesh: Mesh, until: Until) -> None:
