@@ -158,4 +158,6 @@ class HttpUpstream:
 
 
 def _say(error: Exception) -> str:
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return "the connection closed in mid-answer"
     return str(error) or type(error).__name__
