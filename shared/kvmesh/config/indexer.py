@@ -22,4 +22,4 @@ class IndexerSettings(ServiceSettings):
     coordinator_url: HttpUrl | None = None
     """Coordinator that knows the publishers; unset: only those registered over HTTP count."""
     max_memory_bytes: Annotated[int, Field(gt=0)] = 1 << 30
-    """Bound of the index in bytes; the blocks that were not asked for longest are forgotten first."""
+    """Bound of the index in bytes; blocks beyond it are not taken in, so that the index claims less, never more."""

@@ -61,6 +61,8 @@ class Member(msgspec.Struct, kw_only=True):
     transfer_backend: str | None = None
     events_endpoint: str | None = None
     replay_endpoint: str | None = None
+    match_endpoint: str | None = None
+    """An indexer's match socket (``kvmesh.protocol.match``)."""
     started_unix_ms: int = 0
     pid: int = 0
     draining: bool = False

@@ -1,0 +1,5 @@
+"""The KV event indexer: reads every worker's events and answers who holds how much of a prompt.
+
+``feeds`` follows workers, ``index`` keeps what they hold, ``matching`` answers the router over ZMQ, ``app`` people and
+other stacks over HTTP.
+"""
