@@ -68,6 +68,8 @@ def build_parts(settings: RouterSettings, upstream: Upstream, abort: Abort, cloc
         loads,
         dialects=dialects,
         tokens_per_block=tokens_per_block,
+        min_context_servers=settings.min_context_servers,
+        min_generation_servers=settings.min_generation_servers,
         on_gone=lambda instance_id: planner.forget(instance_id),
         on_problem=_warn,
     )

@@ -81,6 +81,8 @@ class Cluster:
         loads: told of heartbeats and departures.
         dialects: those that the router speaks.
         tokens_per_block: see :func:`preparation_problem`.
+        min_context_servers: usable context servers of a model before it is served.
+        min_generation_servers: the same for generation servers.
         on_gone: told the instance id of each server that left.
         on_problem: told of a server that is not taken in, once each time it joins.
     """
@@ -92,6 +94,8 @@ class Cluster:
         *,
         dialects: Iterable[str] = ("kvmesh",),
         tokens_per_block: int | None = None,
+        min_context_servers: int = 1,
+        min_generation_servers: int = 1,
         on_gone: Callable[[str], None] | None = None,
         on_problem: Callable[[Member, str], None] | None = None,
     ) -> None:
@@ -99,6 +103,7 @@ class Cluster:
         self._loads = loads
         self._dialects = frozenset(dialects)
         self._tokens_per_block = tokens_per_block
+        self._minimal = {"context_servers": min_context_servers, "generation_servers": min_generation_servers}
         self._on_gone = on_gone
         self._on_problem = on_problem
         self._servers: dict[str, Server] = {}
@@ -158,7 +163,10 @@ class Cluster:
         return found
 
     def ready(self, model: str | None = None) -> bool:
-        """Whether some request could be served now: by a whole-request server or by a pair that fits."""
+        """Whether some request could be served now: by a whole-request server, or by a pair that fits.
+
+        A pair also needs the minimal numbers of usable servers of both roles.
+        """
         models = self.models() if model is None else (model,)
         return any(self._model_ready(name) for name in models)
 
@@ -183,7 +191,7 @@ class Cluster:
                 "generation_servers": by_role["generation"],
                 "aggregated_servers": by_role["both"],
             },
-            "minimal_instances": {"context_servers": 1, "generation_servers": 1},
+            "minimal_instances": self._minimal,
             "servers": [self._describe(server) for server in self._servers.values()],
         }
 
@@ -204,12 +212,10 @@ class Cluster:
     def _model_ready(self, model: str) -> bool:
         if self.select("both", model)[0]:
             return True
-        generations = self.select("generation", model)[0]
-        return any(
-            pairable(context.member, generation.member)
-            for context in self.select("context", model)[0]
-            for generation in generations
-        )
+        contexts, generations = self.select("context", model)[0], self.select("generation", model)[0]
+        if len(contexts) < self._minimal["context_servers"] or len(generations) < self._minimal["generation_servers"]:
+            return False
+        return any(pairable(context.member, generation.member) for context in contexts for generation in generations)
 
     def _describe(self, server: Server) -> dict[str, Any]:
         member = server.member

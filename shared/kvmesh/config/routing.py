@@ -21,12 +21,12 @@ POLICY_TYPES = ("round_robin", "load_balancing", "kv_cache_aware", "conversation
 
 
 class _ServerLimits(StrictModel):
-    """Limits that a policy inherits from the section of the servers it chooses among."""
+    """Limits that TensorRT-LLM's files hand down to a policy; read so that those files load, and without effect."""
 
     max_batch_size: Annotated[int, Field(gt=0)] = 64
-    """Requests that one server runs at a time."""
+    """Requests that one server runs at a time. Without effect: servers announce their own."""
     max_num_tokens: Annotated[int, Field(gt=0)] | None = None
-    """Tokens that one server computes per step."""
+    """Tokens that one server computes per step. Without effect: servers announce their own."""
 
 
 class RoundRobinPolicy(_ServerLimits):

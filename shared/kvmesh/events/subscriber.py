@@ -99,8 +99,8 @@ class EventSubscriber:
     async def items(self) -> AsyncIterator[Reset | Batch]:
         """What is to be applied, for ever. Begins with what the publisher still keeps."""
         assert self._stream is not None, "items() needs the async with block"
-        async for item in self._replayed(0):
-            yield item
+        async for kept in self._replayed(0):
+            yield kept
         while True:
             frames = await self._stream.recv_multipart()
             if len(frames) != 3 or len(frames[1]) != 8:
@@ -117,8 +117,8 @@ class EventSubscriber:
             self.statistics.restarts_total += 1
             self._tracker.restart()
             yield self._reset("the publisher counts anew")
-            async for batch in self._replayed(0):
-                yield batch
+            async for kept in self._replayed(0):
+                yield kept
             arrival = self._tracker.arrive(sequence)
         if arrival is Arrival.GAP:
             self.statistics.gaps_total += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -154,7 +155,8 @@ class Planner:
         )
         seed = spec.seed if leg.seed is None else leg.seed
         generate = Generate(
-            request_id=f"{request_id}-{spec.index}",
+            # Two callers may give the same id; inside the engine each sequence has its own.
+            request_id=f"{request_id}-{spec.index}-{secrets.token_hex(4)}",
             prompt_token_ids=ids.tobytes(),
             sampling=msgspec.structs.replace(sampling, seed=seed),
             kind=leg.kind,

@@ -26,7 +26,7 @@ from kvmesh.net.discovery import CoordinatorClient
 from kvmesh.net.http import REQUEST_ID, api_key_middleware, json_response, read_json
 from kvmesh.net.service import Health, Service
 from kvmesh.protocol.engine import Generate
-from kvmesh.protocol.errors import ApiError, bad_request, unavailable
+from kvmesh.protocol.errors import ApiError, unavailable
 from kvmesh.protocol.members import Load, Member, MemberEvent
 from kvmesh.protocol.openai.requests import ApiKind, decode_request
 from kvmesh.protocol.openai.responses import encode
@@ -58,10 +58,9 @@ class WorkerFailedError(RuntimeError):
 
 
 class _AbortRequest(msgspec.Struct, kw_only=True):
-    """``POST /abort``: what is no longer wanted, by either id."""
+    """``POST /abort``: a context leg whose pages nobody will fetch."""
 
-    disagg_request_id: int | None = None
-    request_id: str | None = None
+    disagg_request_id: int
 
 
 class WorkerService(Service):
@@ -286,11 +285,7 @@ class WorkerService(Service):
     async def _abort(self, request: web.Request) -> web.Response:
         body = await read_json(request, _AbortRequest)
         engine = self._running_engine()
-        request_id = body.request_id
-        if body.disagg_request_id is not None:
-            request_id = self._open_legs.pop(body.disagg_request_id, None)
-        elif request_id is None:
-            raise bad_request("Name what to abort by 'disagg_request_id' or 'request_id'.")
+        request_id = self._open_legs.pop(body.disagg_request_id, None)
         if request_id is not None:
             engine.abort(request_id)
         return json_response({"aborted": request_id is not None})

@@ -57,6 +57,18 @@ def test_ready_needs_a_fitting_pair_or_a_whole_server(mesh: Mesh) -> None:
     assert mesh.gone == ["g"]
 
 
+def test_a_mesh_can_ask_for_more_servers_before_it_is_ready() -> None:
+    mesh = Mesh(min_context_servers=2)
+    mesh.tell("joined", member("c1", "context"))
+    mesh.tell("joined", member("g", "generation"))
+    assert not mesh.cluster.ready()
+    mesh.tell("joined", member("c2", "context"))
+    assert mesh.cluster.ready()
+    assert mesh.cluster.info()["minimal_instances"] == {"context_servers": 2, "generation_servers": 1}
+    mesh.tell("left", member("c1", "context"))
+    assert not mesh.cluster.ready()
+
+
 def test_pairs() -> None:
     context = member("c", "context", compat_digest="x")
     assert pairable(context, member("g", "generation", compat_digest="x"))

@@ -115,7 +115,7 @@ async def test_a_stop_string_ends_the_sequence_at_once() -> None:
     choice = reply["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("one", "stop", " two")
     assert reply["usage"]["completion_tokens"] == len("one two")
-    assert engine.closed == ["r-0"]
+    assert engine.closed == [engine.requests[0].request_id]
 
 
 async def test_stop_strings_wait_for_min_tokens() -> None:
@@ -137,7 +137,8 @@ async def test_one_failed_sequence_fails_the_request_and_stops_the_others() -> N
     engine = FakeEngine(ApiError(503, "no pages", code="busy"))
     with pytest.raises(ApiError, match="no pages"):
         await answer(engine, {"prompt": ["a", "b"]})
-    assert sorted(engine.closed) == ["r-0", "r-1"]
+    assert sorted(engine.closed) == sorted(request.request_id for request in engine.requests)
+    assert len(engine.closed) == 2
 
 
 async def test_stream_of_chat_with_usage_and_logprobs() -> None:
@@ -213,7 +214,7 @@ async def test_a_stop_string_in_the_first_token_ends_both_legs() -> None:
     params = {"request_type": "context_only", "disagg_request_id": 9}
     reply = await answer(engine, {"prompt": "abc", "stop": "h", "disaggregated_params": params}, "context")
     assert reply["choices"][0]["finish_reason"] == "stop"
-    assert engine.aborted == ["r-0"]
+    assert engine.aborted == [engine.requests[0].request_id]
 
 
 @pytest.mark.parametrize(
