@@ -1,4 +1,21 @@
-"""KV transfers between engines: a prompt's pages go from the engine that computed them to the one that decodes."""
+"""KV transfers between engines: a prompt's pages go from the engine that computed them to the one that decodes.
+
+The path of one transfer, and the module that each step lives in:
+
+1. The owner opens a send session over a page lease and signs a ticket (``sender``, ``tickets``).
+2. The receiver opens a receive session; the first one for an owner introduces itself (``receiver``, ``links``,
+   ``handshake``) over the control sockets (``control``).
+3. It presents the ticket and asks for the blocks that it lacks; the owner checks and grants them, or writes them
+   (``sender``, ``serving``).
+4. A data plane moves the bytes (``planes``): the receiver reads (built-in) or the owner writes (NIXL).
+5. The receiver compares checksums (``integrity``) and acknowledges (``pulling``).
+6. Each side's executor hears how it ended and leases are released, or kept in ``quarantine`` while anyone may still
+   touch their pages (``table``).
+
+States are pure functions (``states``), waits follow ``timing``, and ``resolve`` decides which backend is used.
+Fault points: ``transceiver.before_request``, ``before_send``, ``during_transfer``, ``during_send`` (TCP, owner),
+``after_write`` (NIXL) and ``before_ack``.
+"""
 
 from __future__ import annotations
 

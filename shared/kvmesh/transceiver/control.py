@@ -267,6 +267,7 @@ class _Dealer:
 
     def close(self) -> None:
         self.socket.disable_monitor()
+        self.monitor.close(0)
         self.socket.close(CLOSE_LINGER_MS)
 
 

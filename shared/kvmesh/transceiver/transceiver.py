@@ -116,6 +116,8 @@ class Transceiver:
     ) -> bytes:
         """Offer the pages of a finished prompt, and keep ``lease`` until every reader of them is terminal.
 
+        The pages must hold their final bytes: on a GPU, the stream that writes them has been waited for.
+
         Args:
             transfer_id: the disaggregated request id.
             request_id: for logs and the ledger.
