@@ -35,7 +35,3 @@ class EventSink(Protocol):
     def on_removed(self, keys: Sequence[bytes]) -> None:
         """Blocks are not reusable any more; a block always comes after the blocks that continue it."""
         ...
-
-    def on_updated(self, key: bytes, *, level: tuple[int, int] | None, priority: tuple[int, int] | None) -> None:
-        """A block moved to another level or changed its priority; the pairs are (old, new)."""
-        ...

@@ -25,7 +25,7 @@ from kvmesh.cache.stats import CacheStats
 from kvmesh.cache.store import BlockMatch, BlockStore
 from kvmesh.hashing import ReuseScope, TokenIds, v2_block_keys, v2_root
 
-__all__ = ["KvCacheManager", "MatchInfo"]
+__all__ = ["CacheSettings", "KvCache", "KvCacheManager", "MatchInfo"]
 
 
 class MatchInfo(NamedTuple):

@@ -7,10 +7,10 @@ import math
 from kvmesh.cache.layout import PageLayout
 from kvmesh.config import KvCacheConfig
 
-__all__ = ["CacheSizeError", "device_quota_bytes", "plan_pages"]
+__all__ = ["SizingError", "device_quota_bytes", "plan_pages"]
 
 
-class CacheSizeError(ValueError):
+class SizingError(ValueError):
     """The limits leave no room for a cache, or there is no limit at all; the message says which."""
 
 
@@ -23,11 +23,11 @@ def device_quota_bytes(*, fraction_bytes: int | None, max_bytes: int | None, tok
         token_bytes: what ``max_tokens`` tokens need.
 
     Raises:
-        CacheSizeError: none is set.
+        SizingError: none is set.
     """
     limits = [limit for limit in (fraction_bytes, max_bytes, token_bytes) if limit is not None]
     if not limits:
-        raise CacheSizeError(
+        raise SizingError(
             "quota not set: kv_cache_config needs max_tokens, max_gpu_total_bytes or free_gpu_memory_fraction"
         )
     return min(limits)
@@ -45,7 +45,7 @@ def plan_pages(config: KvCacheConfig, layout: PageLayout, *, free_bytes: int) ->
         free_bytes: free device memory after loading the weights (on a CPU the stated budget).
 
     Raises:
-        CacheSizeError: no limit is set, or they leave no room for one block.
+        SizingError: no limit is set, or they leave no room for one block.
     """
     fraction = config.free_gpu_memory_fraction
     token_bytes = None
@@ -60,7 +60,7 @@ def plan_pages(config: KvCacheConfig, layout: PageLayout, *, free_bytes: int) ->
     # A limit may be larger than the machine.
     blocks = min(quota, free_bytes) // layout.bytes_per_block
     if blocks < 1:
-        raise CacheSizeError(
+        raise SizingError(
             f"a KV cache of {min(quota, free_bytes)} bytes has no room for one block of {layout.tokens_per_block} "
             f"tokens ({layout.bytes_per_block} bytes); give the server more device memory or a larger limit"
         )

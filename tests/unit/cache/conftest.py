@@ -42,9 +42,6 @@ class RecordingSink:
             assert key not in self.parents.values(), "removed before a block that continues it"
         self.log.append(("removed", [self.tokens[key] for key in keys]))
 
-    def on_updated(self, key: bytes, *, level: tuple[int, int] | None, priority: tuple[int, int] | None) -> None:
-        raise AssertionError("nothing moves in a cache of one level")
-
 
 @pytest.fixture
 def sink() -> RecordingSink:
