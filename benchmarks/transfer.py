@@ -60,10 +60,11 @@ class Lease:
         self._pages = pages
 
     def page_ids(self, _group: int) -> np.ndarray:
+        """The pages."""
         return self._pages
 
     def release(self) -> None:
-        return None
+        """Nothing to give back."""
 
 
 class Engine:
@@ -106,6 +107,7 @@ class Engine:
         self.transfers = 0
 
     def scattered(self, count: int) -> np.ndarray:
+        """``count`` pages of the pool in random order."""
         return self.order.permutation(self.num_pages)[:count].astype(np.int32)
 
 
