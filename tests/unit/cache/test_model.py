@@ -82,8 +82,6 @@ class Running:
     computed: list[int]
     resumed: bool = False
     stopped: bool = False
-    stored_in_full: bool = True
-    """Whether everything computed must be reusable after the end."""
 
 
 @dataclass(eq=False)
@@ -211,15 +209,16 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(running=running)
     def stop(self, running: Running) -> None:
-        if running.cache.state is not SequenceState.CLOSED:
-            if not running.stopped:
-                whole_prompt = len(running.computed) >= len(running.prompt)
-                running.stored_in_full = (
-                    # A partially matched block that was never copied may have gone from the tree.
-                    running.resumed and (self.policy == "all_reusable" or whole_prompt) and not self.quarantined()
-                )
-            running.cache.stop_committing()
-            running.stopped = True
+        if running.cache.state is SequenceState.CLOSED or running.stopped:
+            return
+        running.cache.stop_committing()
+        running.stopped = True
+        whole_prompt = len(running.computed) >= len(running.prompt)
+        # A partially matched block that was never copied may have gone from the tree.
+        if running.resumed and (self.policy == "all_reusable" or whole_prompt) and not self.quarantined():
+            stored = {prefix for scope, prefix in self.naive.prefixes.values() if scope == running.cache.scope}
+            for length in range(1, len(running.computed) + 1):
+                assert any(prefix[:length] == tuple(running.computed[:length]) for prefix in stored)
 
     @rule(running=running, again=st.booleans())
     def suspend(self, running: Running, again: bool) -> None:
@@ -302,12 +301,6 @@ class CacheMachine(RuleBasedStateMachine):
         cache.close()
         cache.close()
         self.open.remove(running)
-        if running.stored_in_full:
-            stored = {prefix for scope, prefix in self.naive.prefixes.values() if scope == cache.scope}
-            assert all(
-                any(prefix[:length] == tuple(running.computed[:length]) for prefix in stored)
-                for length in range(1, len(running.computed) + 1)
-            ), "everything that was computed is reusable after close"
 
 
 CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
