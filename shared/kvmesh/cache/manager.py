@@ -74,7 +74,7 @@ class KvCacheManager:
     @property
     def utilisation(self) -> float:
         """The largest share, over pools, of pages that an allocation cannot get."""
-        return max(1 - table.num_available / table.num_pages for table in self.store.tables)
+        return max((table.num_pages - table.num_available) / table.num_pages for table in self.store.tables)
 
     def block_keys(self, scope: ReuseScope, token_ids: TokenIds) -> list[bytes]:
         """V2 keys of the full blocks of a prompt; give them to :meth:`match` and :meth:`create` to hash only once."""
