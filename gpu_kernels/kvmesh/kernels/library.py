@@ -36,7 +36,7 @@ _SHARED: Final = {
     "silu_and_mul": (_P, _I64, _P, _I64, _I64, _I64, _I32),
     "store_kv": (_P, _I64, _P, _I64, _I32, _P, _P, _I64),
     "rope_store_kv": (_P, _I64, _P, _I64, _P, _I64, _I32, _P, _P, _P, _P, _P, _I64, _I32, _I32),
-    "paged_attention": (_P, _I64, _P, _I64, _I32, _P, _P, _I64, _P, _P, _I32, _I32, _F32, _I32, _F32),
+    "paged_attention": (_P, _I64, _P, _I64, _I32, _P, _P, _I64, _P, _P, _I64, _I32, _I32, _F32, _I32, _F32),
     "gather_pages": (_P, _P, _P, _I64, _I64, _I64),
     "scatter_pages": (_P, _P, _P, _I64, _I64, _I64),
     "copy_pages": (_P, _P, _P, _P, _I64, _I64),

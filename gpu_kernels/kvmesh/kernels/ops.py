@@ -23,16 +23,15 @@ from torch import Tensor
 from kvmesh.kernels.library import Kernel, KernelError, check, load_cpu, load_cuda
 from kvmesh.kernels.paged import COMPUTE_DTYPES, PagedKv, native_kv
 from kvmesh.kernels.quantized import (
-    QUANTIZED_LINEAR_MAX_TOKENS,
     QuantizedWeight,
     QuantKind,
     dequantize,
     dequantize_rows,
     quantized_linear,
+    quantized_linear_max_tokens,
 )
 
 __all__ = [
-    "QUANTIZED_LINEAR_MAX_TOKENS",
     "KernelError",
     "PagedKv",
     "QuantKind",
@@ -48,6 +47,7 @@ __all__ = [
     "paged_attention",
     "philox_uint32",
     "quantized_linear",
+    "quantized_linear_max_tokens",
     "rms_norm",
     "rope_store_kv",
     "scatter_pages",
@@ -57,7 +57,8 @@ __all__ = [
     "store_kv",
 ]
 
-PageIds = npt.NDArray[np.int32]
+# Page ids: a numpy array where the pages are in host memory, a CUDA tensor (int32) where they are in GPU memory.
+PageIds = npt.NDArray[np.int32] | Tensor
 
 
 _GROUPED = 3  # dimensions of a tensor whose tokens consist of heads
@@ -332,6 +333,7 @@ def paged_attention(
         _token_stride(block_tables),
         query_start.data_ptr(),
         context_lens.data_ptr(),
+        shape[0],
         context_lens.shape[0],
         shape[1],
         scale,
@@ -347,7 +349,7 @@ def paged_attention(
 def gather_pages(
     dst_address: int, src_address: int, page_ids: PageIds, page_bytes: int, src_stride_bytes: int | None = None
 ) -> None:
-    """Copy scattered pages of host memory into one contiguous run.
+    """Copy scattered pages into one contiguous run.
 
     Args:
         dst_address: Where page i of the run goes, at `i * page_bytes`.
@@ -360,13 +362,17 @@ def gather_pages(
         KernelError: `page_bytes` is not positive, or `page_ids` is not a contiguous int32 array.
     """
     stride = page_bytes if src_stride_bytes is None else src_stride_bytes
-    check(_gather_pages(dst_address, src_address, _ids(page_ids), page_ids.size, page_bytes, stride), "gather_pages")
+    arguments = (dst_address, src_address, _ids(page_ids), len(page_ids), page_bytes, stride)
+    if isinstance(page_ids, Tensor):
+        _call_cuda("gather_pages", page_ids, arguments)
+    else:
+        check(_gather_pages(*arguments), "gather_pages")
 
 
 def scatter_pages(
     dst_address: int, src_address: int, page_ids: PageIds, page_bytes: int, dst_stride_bytes: int | None = None
 ) -> None:
-    """Copy one contiguous run into scattered pages of host memory; the inverse of `gather_pages`.
+    """Copy one contiguous run into scattered pages; the inverse of `gather_pages`.
 
     Args:
         dst_address: Address of page 0 of the pool.
@@ -379,11 +385,15 @@ def scatter_pages(
         KernelError: `page_bytes` is not positive, or `page_ids` is not a contiguous int32 array.
     """
     stride = page_bytes if dst_stride_bytes is None else dst_stride_bytes
-    check(_scatter_pages(dst_address, src_address, _ids(page_ids), page_ids.size, page_bytes, stride), "scatter_pages")
+    arguments = (dst_address, src_address, _ids(page_ids), len(page_ids), page_bytes, stride)
+    if isinstance(page_ids, Tensor):
+        _call_cuda("scatter_pages", page_ids, arguments)
+    else:
+        check(_scatter_pages(*arguments), "scatter_pages")
 
 
 def copy_pages(dst_base: int, dst_ids: PageIds, src_base: int, src_ids: PageIds, page_bytes: int) -> None:
-    """Copy page `src_ids[i]` of one pool of host memory to page `dst_ids[i]` of another (or the same) pool.
+    """Copy page `src_ids[i]` of one pool to page `dst_ids[i]` of another (or the same) pool.
 
     Pages are copied in no particular order: a page must not be both source and destination.
 
@@ -397,17 +407,21 @@ def copy_pages(dst_base: int, dst_ids: PageIds, src_base: int, src_ids: PageIds,
     Raises:
         KernelError: The id arrays differ in length or are not contiguous int32 arrays.
     """
-    _require(dst_ids.size == src_ids.size, "copy_pages", "dst_ids and src_ids differ in length")
-    check(_copy_pages(dst_base, _ids(dst_ids), src_base, _ids(src_ids), src_ids.size, page_bytes), "copy_pages")
+    _require(len(dst_ids) == len(src_ids), "copy_pages", "dst_ids and src_ids differ in length")
+    arguments = (dst_base, _ids(dst_ids), src_base, _ids(src_ids), len(src_ids), page_bytes)
+    if isinstance(src_ids, Tensor):
+        _call_cuda("copy_pages", src_ids, arguments)
+    else:
+        check(_copy_pages(*arguments), "copy_pages")
 
 
 def checksum_pages(
-    base: int, page_ids: PageIds, page_bytes: int, stride_bytes: int | None = None
+    base: int, page_ids: npt.NDArray[np.int32], page_bytes: int, stride_bytes: int | None = None
 ) -> npt.NDArray[np.uint64]:
-    """Return XXH3-64 (seed 0) of each page's bytes: fast, not cryptographic.
+    """Return XXH3-64 (seed 0) of the bytes of each page in host memory: fast, not cryptographic.
 
     Args:
-        base: Address of page 0 of the pool, in host memory.
+        base: Address of page 0 of the pool.
         page_ids: int32 `[n]`, contiguous.
         page_bytes: Bytes of each page that count.
         stride_bytes: Distance between pages; `page_bytes` by default.
@@ -420,7 +434,7 @@ def checksum_pages(
     """
     sums = np.empty(page_ids.size, dtype=np.uint64)
     stride = page_bytes if stride_bytes is None else stride_bytes
-    check(_checksum_pages(sums.ctypes.data, base, _ids(page_ids), page_ids.size, page_bytes, stride), "checksum_pages")
+    check(_checksum_pages(sums.ctypes.data, base, _ids(page_ids), len(page_ids), page_bytes, stride), "checksum_pages")
     return sums
 
 
@@ -506,11 +520,14 @@ def _compute_dtype(first: Tensor, *others: Tensor) -> int:
 
 
 def _ids(page_ids: PageIds) -> int:
-    """Return the address of an array of page ids, having checked its type."""
-    if page_ids.dtype != np.int32 or not page_ids.flags.c_contiguous:
-        msg = f"page ids must be a contiguous int32 array, not {page_ids.dtype}"
-        raise KernelError(msg)
-    return page_ids.ctypes.data
+    """Return the address of page ids, having checked their type."""
+    if isinstance(page_ids, Tensor):
+        if page_ids.dtype is torch.int32 and page_ids.is_contiguous() and page_ids.is_cuda:
+            return page_ids.data_ptr()
+    elif page_ids.dtype == np.int32 and page_ids.flags.c_contiguous:
+        return page_ids.ctypes.data
+    msg = f"page ids must be a contiguous int32 array (or CUDA tensor), not {page_ids.dtype}"
+    raise KernelError(msg)
 
 
 @lru_cache(maxsize=64)

@@ -20,7 +20,6 @@ from torch import Tensor
 from kvmesh.kernels.library import KernelError, check, load_cpu
 
 __all__ = [
-    "QUANTIZED_LINEAR_MAX_TOKENS",
     "QuantKind",
     "QuantizedWeight",
     "dequantize",
@@ -30,9 +29,9 @@ __all__ = [
 
 BLOCK_COLUMNS: Final = 32
 
-# Up to this many tokens `quantized_linear` is faster than a float32 matrix product over dequantised weights; beyond,
-# arithmetic rather than memory is the limit (benchmarks/kernels.py measures the crossover: between 64 and 96).
-QUANTIZED_LINEAR_MAX_TOKENS: Final = 64
+# Up to this many tokens reading the blocks wins over a float32 matrix product of dequantised weights; beyond,
+# arithmetic is the limit. By level, measured by benchmarks/kernels.py on matrices of 576 to 3072 rows.
+_MAX_TOKENS: Final = {b"avx512": 64, b"avx2": 16, b"baseline": 8}
 
 
 class QuantKind(IntEnum):
@@ -49,6 +48,7 @@ class QuantKind(IntEnum):
 
 _cpu = load_cpu()
 _packed_bytes = _cpu.function("packed_bytes", ctypes.c_int64, ctypes.c_int32, ctypes.c_int64, ctypes.c_int64)
+_cpu_level = _cpu.function("level", ctypes.c_char_p)
 _pack_weight = _cpu.kernel("pack_weight")
 _quantized_linear = _cpu.kernel("quantized_linear")
 _dequantize_rows = _cpu.kernel("dequantize_rows")
@@ -127,6 +127,11 @@ def quantized_linear(out: Tensor, x: Tensor, w: QuantizedWeight) -> None:
     )
     if status:
         check(status, "quantized_linear")
+
+
+def quantized_linear_max_tokens() -> int:
+    """Return the tokens up to which `quantized_linear` is at least as fast as a float32 product of dequantised weights."""
+    return _MAX_TOKENS[_cpu_level()]
 
 
 def dequantize(w: QuantizedWeight) -> Tensor:

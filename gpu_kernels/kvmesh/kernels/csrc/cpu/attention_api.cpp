@@ -130,12 +130,12 @@ using namespace kvmesh;
 KVMESH_API int kvmesh_cpu_paged_attention(void* out, int64_t out_stride, const void* q, int64_t q_stride, int32_t dtype,
                                           const kvmesh_paged_kv* kv, const int32_t* block_tables,
                                           int64_t block_table_stride, const int32_t* query_start,
-                                          const int32_t* context_lens, int32_t sequences, int32_t num_heads,
-                                          float scale, int32_t window, float soft_cap) {
+                                          const int32_t* context_lens, int64_t tokens, int32_t sequences,
+                                          int32_t num_heads, float scale, int32_t window, float soft_cap) {
   if (dtype < kFloat32 || dtype > kBFloat16 || kv->dtype < kFloat32 || kv->dtype > kFp8E5M2) return KVMESH_BAD_DTYPE;
   AttentionArgs args{out,      q,     block_tables, query_start, context_lens, out_stride, q_stride, block_table_stride,
                      dtype, num_heads, window,       scale,       soft_cap,     *kv};
-  if (!valid(args, sequences)) return KVMESH_BAD_SHAPE;
+  if (!valid(args, sequences) || query_start[sequences] > tokens) return KVMESH_BAD_SHAPE;
   Plan plan{};
   if (!make_plan(args, sequences, plan)) return KVMESH_NO_MEMORY;
   const LevelTable& kernels = level();
