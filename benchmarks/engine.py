@@ -2,8 +2,8 @@
 
 Both run the built-in model in float32 arithmetic over the dequantised GGUF values. The engine is the whole executor
 (scheduler, paged cache, sampler, commits), without its process and HTTP; transformers is the bare model with its own
-cache. Each round times transformers, then the engine; the medians over the rounds are compared. The last line is JSON:
-tokens per second of both, and the ratios (engine / transformers; above 1 the engine is faster).
+cache. Each round times transformers, then the engine; the ratio (engine / transformers, above 1 the engine is faster)
+is the median of the rounds' own ratios, given with the lowest and the highest. The last line is JSON.
 
     python benchmarks/engine.py [--threads 2] [--rounds 5]
 """
@@ -123,7 +123,7 @@ class Transformers:
 
 
 def measure(peer: Transformers, core: EngineCore, rounds: int) -> dict[str, dict[str, float]]:
-    """Medians of interleaved rounds, after one round of warm-up."""
+    """Interleaved rounds, after one of warm-up."""
     rng = np.random.default_rng(1)
     prompts = [rng.integers(100, 40_000, CONTEXT, dtype=np.int32) for _ in range(8)]
     cases: dict[str, Callable[[Any], float]] = {
@@ -140,12 +140,19 @@ def measure(peer: Transformers, core: EngineCore, rounds: int) -> dict[str, dict
                 if round_number:
                     rates[side].append(rate)
         medians = {side: statistics.median(values) for side, values in rates.items()}
+        # Pairs that ran next to each other share the machine's mood of the moment; medians of each side need not.
+        ratios = [mine / theirs for mine, theirs in zip(rates["engine"], rates["transformers"], strict=True)]
         results[name] = {
             "transformers_tokens_per_s": round(medians["transformers"], 2),
             "engine_tokens_per_s": round(medians["engine"], 2),
-            "ratio": round(medians["engine"] / medians["transformers"], 3),
+            "ratio": round(statistics.median(ratios), 3),
+            "lowest_ratio": round(min(ratios), 3),
+            "highest_ratio": round(max(ratios), 3),
         }
-        print(f"{name:12} transformers {medians['transformers']:8.1f} tok/s   engine {medians['engine']:8.1f} tok/s")
+        print(
+            f"{name:12} transformers {medians['transformers']:8.1f} tok/s   engine {medians['engine']:8.1f} tok/s   "
+            f"ratio {statistics.median(ratios):5.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        )
     return results
 
 
