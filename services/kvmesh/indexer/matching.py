@@ -71,9 +71,7 @@ class MatchServer:
 
     def close(self) -> None:
         """Close the socket; idempotent."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        self._socket = None
         if self._context is not None:
-            self._context.term()
+            self._context.destroy(linger=0)
             self._context = None

@@ -15,6 +15,7 @@ import anyio
 import msgspec
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 from kvmesh.events.decoding import DecodedBatch, PayloadError, decode_payload
 from kvmesh.events.tracking import Arrival, SequenceTracker
@@ -54,6 +55,7 @@ class SubscriberStatistics(msgspec.Struct):
     replays_total: int = 0
     replay_failures_total: int = 0
     restarts_total: int = 0
+    reconnections_total: int = 0
     resets_total: int = 0
     unreadable_total: int = 0
 
@@ -73,6 +75,8 @@ class EventSubscriber:
         self._topic = topic
         self._context: zmq.asyncio.Context | None = None
         self._stream: zmq.asyncio.Socket | None = None
+        self._monitor: zmq.asyncio.Socket | None = None
+        self._lost = False
         self._tracker = SequenceTracker()
         self._no_replay_before_s = 0.0
         self.statistics = SubscriberStatistics()
@@ -83,6 +87,8 @@ class EventSubscriber:
         self._stream = self._context.socket(zmq.SUB)
         self._stream.set_hwm(0)
         self._stream.linger = 0
+        monitored = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        self._monitor = self._stream.get_monitor_socket(monitored)
         self._stream.connect(self._endpoint)
         self._stream.subscribe(self._topic.encode())
         return self
@@ -92,7 +98,10 @@ class EventSubscriber:
     ) -> None:
         """Disconnect."""
         if self._stream is not None:
+            self._stream.disable_monitor()
             self._stream.close()
+        if self._monitor is not None:
+            self._monitor.close()  # a context with an open socket never ends
         if self._context is not None:
             self._context.term()
 
@@ -101,7 +110,19 @@ class EventSubscriber:
         assert self._stream is not None, "items() needs the async with block"
         async for kept in self._replayed(0):
             yield kept
+        poller = zmq.asyncio.Poller()
+        poller.register(self._stream, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
         while True:
+            ready = dict(await poller.poll())
+            # First the connection's story: what a new connection brings may be another life's.
+            if self._monitor in ready and await self._reconnected():
+                self._tracker.restart()
+                yield self._reset("the connection was lost and made again")
+                async for kept in self._replayed(0):
+                    yield kept
+            if self._stream not in ready:
+                continue
             frames = await self._stream.recv_multipart()
             if len(frames) != 3 or len(frames[1]) != 8:
                 self.statistics.unreadable_total += 1
@@ -110,6 +131,23 @@ class EventSubscriber:
             sequence = int.from_bytes(number, "big")
             async for item in self._live(sequence, topic, payload):
                 yield item
+
+    async def _reconnected(self) -> bool:
+        """Whether the connection was made again after a loss.
+
+        Sequence numbers alone cannot tell a publisher that has restarted and overtaken the old numbers meanwhile.
+        """
+        assert self._monitor is not None
+        again = False
+        while await self._monitor.poll(0):
+            event = (await recv_monitor_message(self._monitor))["event"]
+            if event == zmq.EVENT_DISCONNECTED:
+                self._lost = True
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED and self._lost:
+                self._lost = False
+                again = True
+        self.statistics.reconnections_total += again
+        return again
 
     async def _live(self, sequence: int, topic: bytes, payload: bytes) -> AsyncIterator[Reset | Batch]:
         arrival = self._tracker.arrive(sequence)
