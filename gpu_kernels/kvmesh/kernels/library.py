@@ -8,13 +8,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
+from kvmesh.kernels import _native
+
 __all__ = [
     "ABI_VERSION",
     "CPU_LIBRARY",
     "CUDA_LIBRARY",
+    "CpuLibrary",
+    "CudaLibrary",
     "Kernel",
     "KernelError",
-    "KernelLibrary",
     "check",
     "load_cpu",
     "load_cuda",
@@ -29,8 +32,8 @@ _HOW: Final = "`python -m kvmesh.kernels.build`"
 
 _P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
-# Argument types of the operations that both libraries have; the CUDA library takes the stream as one more pointer.
-_SHARED: Final = {
+# Argument types of the CUDA operations, in front of the stream. (The CPU library describes its own.)
+_CUDA_ARGUMENTS: Final = {
     "rms_norm": (_P, _I64, _P, _I64, _P, _I64, _I64, _I64, _F32, _I32),
     "add_rms_norm": (_P, _I64, _P, _I64, _P, _I64, _P, _I64, _I64, _F32, _I32),
     "silu_and_mul": (_P, _I64, _P, _I64, _I64, _I64, _I32),
@@ -40,13 +43,6 @@ _SHARED: Final = {
     "gather_pages": (_P, _P, _P, _I64, _I64, _I64),
     "scatter_pages": (_P, _P, _P, _I64, _I64, _I64),
     "copy_pages": (_P, _P, _P, _P, _I64, _I64),
-}
-_CPU_ONLY: Final = {
-    "checksum_pages": (_P, _P, _P, _I64, _I64, _I64),
-    "pack_weight": (_P, _P, _I32, _I64, _I64),
-    "quantized_linear": (_P, _I64, _P, _I64, _P, _I32, _I64, _I64, _I64),
-    "dequantize_rows": (_P, _I64, _P, _I32, _P, _I64, _I64, _I64),
-    "philox": (_P, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64, _I64, _I32),
 }
 _MESSAGES: Final = {
     -1: "unsupported dtype",
@@ -61,12 +57,11 @@ class KernelError(RuntimeError):
 
 
 class KernelLibrary:
-    """One native library: its operations by name, with their C types set."""
+    """A native library whose functions share a prefix. Calls release the GIL."""
 
-    def __init__(self, path: Path, prefix: str, *, with_stream: bool) -> None:
+    def __init__(self, path: Path, prefix: str) -> None:
         self._library = ctypes.CDLL(str(path))
         self._prefix = prefix
-        self._with_stream = with_stream
         found = int(self.function("abi_version", ctypes.c_int)())
         if found != ABI_VERSION:
             msg = f"{path.name} has interface {found}, this package needs {ABI_VERSION}: rebuild it with {_HOW}"
@@ -79,10 +74,28 @@ class KernelLibrary:
         function.argtypes = arguments
         return function
 
+
+class CpuLibrary(KernelLibrary):
+    """The kernels on host memory."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "kvmesh_cpu_")
+        self._entry = self.function("entry", ctypes.c_void_p, ctypes.c_char_p)
+
     def kernel(self, name: str) -> Kernel:
-        """Return an operation; calls to it release the GIL and return 0 or a status for `check`."""
-        arguments = _SHARED.get(name) or _CPU_ONLY[name]
-        return self.function(name, ctypes.c_int, *arguments, *((_P,) if self._with_stream else ()))
+        """Return an operation, which returns 0 or a status for `check`."""
+        return _native.Kernel(self._entry(name.encode()))
+
+
+class CudaLibrary(KernelLibrary):
+    """The kernels on GPU memory."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "kvmesh_cuda_")
+
+    def kernel(self, name: str) -> Kernel:
+        """Return an operation, which takes the stream as its last argument; it returns 0 or a status for `check`."""
+        return self.function(name, ctypes.c_int, *_CUDA_ARGUMENTS[name], _P)
 
 
 def check(status: int, operation: str) -> None:
@@ -97,7 +110,7 @@ def check(status: int, operation: str) -> None:
 
 
 @lru_cache(maxsize=1)
-def load_cpu() -> KernelLibrary:
+def load_cpu() -> CpuLibrary:
     """Return the CPU library, loaded once per process.
 
     Raises:
@@ -106,11 +119,11 @@ def load_cpu() -> KernelLibrary:
     if not CPU_LIBRARY.is_file():
         msg = f"{CPU_LIBRARY} is missing: build it with {_HOW}"
         raise KernelError(msg)
-    return KernelLibrary(CPU_LIBRARY, "kvmesh_cpu_", with_stream=False)
+    return CpuLibrary(CPU_LIBRARY)
 
 
 @lru_cache(maxsize=1)
-def load_cuda() -> KernelLibrary:
+def load_cuda() -> CudaLibrary:
     """Return the CUDA library, loaded once per process.
 
     Raises:
@@ -119,4 +132,4 @@ def load_cuda() -> KernelLibrary:
     if not CUDA_LIBRARY.is_file():
         msg = f"{CUDA_LIBRARY} is missing: build it with `python -m kvmesh.kernels.build --cuda` where nvcc is"
         raise KernelError(msg)
-    return KernelLibrary(CUDA_LIBRARY, "kvmesh_cuda_", with_stream=True)
+    return CudaLibrary(CUDA_LIBRARY)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kvmesh.kernels.library import Kernel, KernelError, check, load_cpu, load_cuda
 from kvmesh.kernels.paged import COMPUTE_DTYPES, PagedKv, native_kv
+from kvmesh.kernels.program import Program
 from kvmesh.kernels.quantized import (
     QuantizedWeight,
     QuantKind,
@@ -34,6 +35,7 @@ from kvmesh.kernels.quantized import (
 __all__ = [
     "KernelError",
     "PagedKv",
+    "Program",
     "QuantKind",
     "QuantizedWeight",
     "add_rms_norm",

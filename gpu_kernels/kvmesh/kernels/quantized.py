@@ -130,7 +130,7 @@ def quantized_linear(out: Tensor, x: Tensor, w: QuantizedWeight) -> None:
 
 
 def quantized_linear_max_tokens() -> int:
-    """Return the tokens up to which `quantized_linear` is at least as fast as a float32 product of dequantised weights."""
+    """Return the tokens up to which `quantized_linear` beats a float32 product of dequantised weights."""
     return _MAX_TOKENS[_cpu_level()]
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvmesh.kernels import build, ops
-from kvmesh.kernels.library import CUDA_LIBRARY, KernelLibrary
+from kvmesh.kernels.library import CUDA_LIBRARY, CudaLibrary
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ def test_compiles_with_nvcc(source, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def emulated_library(tmp_path_factory: pytest.TempPathFactory) -> KernelLibrary:
+def emulated_library(tmp_path_factory: pytest.TempPathFactory) -> CudaLibrary:
     compiler = shutil.which("g++")
     assert compiler is not None
     target = tmp_path_factory.mktemp("cuda") / "libkvmesh_cuda_emulated.so"
@@ -38,7 +38,7 @@ def emulated_library(tmp_path_factory: pytest.TempPathFactory) -> KernelLibrary:
         [*command, *map(str, build.cuda_sources()), "-o", str(target)], capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
-    return KernelLibrary(target, "kvmesh_cuda_", with_stream=True)
+    return CudaLibrary(target)
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def check_attention(case, reference, query_lens, context_lens, dtype, window, so
 
 
 def on_both(
-    monkeypatch: pytest.MonkeyPatch, library: KernelLibrary, name: str, call: Callable[[], list[torch.Tensor]]
+    monkeypatch: pytest.MonkeyPatch, library: CudaLibrary, name: str, call: Callable[[], list[torch.Tensor]]
 ) -> None:
     """Compare what an operation leaves behind on the CPU library and on the emulated one."""
     expected = call()

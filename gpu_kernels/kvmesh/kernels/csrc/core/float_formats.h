@@ -105,7 +105,7 @@ KVM_HD uint8_t float_to_e2m1(float f) {
   uint32_t u = bit_cast<uint32_t>(f);
   uint8_t sign = uint8_t((u >> 28) & 8u);
   u &= 0x7fffffffu;
-  if (u >= 0x40a00000u) return uint8_t(sign | 7u);  // 5 and above saturate to 6 (5 itself ties to even: 6 is 0b111)
+  if (u > 0x40a00000u) return uint8_t(sign | 7u);  // above 5 is 6; 5 itself ties to 4, whose code is even
   uint32_t rounded = round_small_float(bit_cast<float>(u), 1, 1);
   return uint8_t(sign | rounded);
 }

@@ -1,5 +1,5 @@
 // The exported row-wise operations: checks, the split over threads, and the call of this CPU's level.
-#include "api.h"
+#include "exports.h"
 
 #include "../core/float_formats.h"
 #include "../core/philox.h"
@@ -32,13 +32,13 @@ void for_token_ranges(int64_t tokens, int64_t row_bytes, F body) {
 
 using namespace kvmesh;
 
-KVMESH_API int kvmesh_cpu_abi_version() { return KVMESH_ABI_VERSION; }
-KVMESH_API const char* kvmesh_cpu_level() { return level().name; }
-KVMESH_API int kvmesh_cpu_set_level(const char* name) { return choose_level(name) ? KVMESH_OK : KVMESH_BAD_SHAPE; }
-KVMESH_API int kvmesh_cpu_num_threads() { return thread_count(); }
-KVMESH_API void kvmesh_cpu_set_num_threads(int count) { set_thread_count(count); }
+int kvmesh_cpu_abi_version() { return KVMESH_ABI_VERSION; }
+const char* kvmesh_cpu_level() { return level().name; }
+int kvmesh_cpu_set_level(const char* name) { return choose_level(name) ? KVMESH_OK : KVMESH_BAD_SHAPE; }
+int kvmesh_cpu_num_threads() { return thread_count(); }
+void kvmesh_cpu_set_num_threads(int count) { set_thread_count(count); }
 
-KVMESH_API int kvmesh_cpu_rms_norm(void* out, int64_t out_stride, const void* x, int64_t x_stride, const void* weight,
+int kvmesh_cpu_rms_norm(void* out, int64_t out_stride, const void* x, int64_t x_stride, const void* weight,
                                    int64_t tokens, int64_t groups, int64_t width, float eps, int32_t dtype) {
   if (!is_compute_dtype(dtype)) return KVMESH_BAD_DTYPE;
   NormArgs args{out, nullptr, x, weight, out_stride, 0, x_stride, groups, width, eps};
@@ -47,7 +47,7 @@ KVMESH_API int kvmesh_cpu_rms_norm(void* out, int64_t out_stride, const void* x,
   return KVMESH_OK;
 }
 
-KVMESH_API int kvmesh_cpu_add_rms_norm(void* out, int64_t out_stride, void* residual, int64_t residual_stride,
+int kvmesh_cpu_add_rms_norm(void* out, int64_t out_stride, void* residual, int64_t residual_stride,
                                        const void* x, int64_t x_stride, const void* weight, int64_t tokens,
                                        int64_t width, float eps, int32_t dtype) {
   if (!is_compute_dtype(dtype)) return KVMESH_BAD_DTYPE;
@@ -57,7 +57,7 @@ KVMESH_API int kvmesh_cpu_add_rms_norm(void* out, int64_t out_stride, void* resi
   return KVMESH_OK;
 }
 
-KVMESH_API int kvmesh_cpu_silu_and_mul(void* out, int64_t out_stride, const void* gate_up, int64_t gate_up_stride,
+int kvmesh_cpu_silu_and_mul(void* out, int64_t out_stride, const void* gate_up, int64_t gate_up_stride,
                                        int64_t tokens, int64_t width, int32_t dtype) {
   if (!is_compute_dtype(dtype)) return KVMESH_BAD_DTYPE;
   SiluArgs args{out, gate_up, out_stride, gate_up_stride, width};
@@ -66,7 +66,7 @@ KVMESH_API int kvmesh_cpu_silu_and_mul(void* out, int64_t out_stride, const void
   return KVMESH_OK;
 }
 
-KVMESH_API int kvmesh_cpu_store_kv(const void* k, int64_t k_stride, const void* v, int64_t v_stride, int32_t dtype,
+int kvmesh_cpu_store_kv(const void* k, int64_t k_stride, const void* v, int64_t v_stride, int32_t dtype,
                                    const kvmesh_paged_kv* kv, const int64_t* slots, int64_t tokens) {
   if (!is_compute_dtype(dtype) || !is_kv_dtype(kv->dtype)) return KVMESH_BAD_DTYPE;
   StoreArgs args{k, v, slots, k_stride, v_stride, dtype, *kv};
@@ -75,7 +75,7 @@ KVMESH_API int kvmesh_cpu_store_kv(const void* k, int64_t k_stride, const void* 
   return KVMESH_OK;
 }
 
-KVMESH_API int kvmesh_cpu_rope_store_kv(void* q, int64_t q_stride, void* k, int64_t k_stride, const void* v,
+int kvmesh_cpu_rope_store_kv(void* q, int64_t q_stride, void* k, int64_t k_stride, const void* v,
                                         int64_t v_stride, int32_t dtype, const float* cos, const float* sin,
                                         const int32_t* positions, const kvmesh_paged_kv* kv, const int64_t* slots,
                                         int64_t tokens, int32_t q_heads, int32_t rotary_half) {
@@ -91,7 +91,7 @@ KVMESH_API int kvmesh_cpu_rope_store_kv(void* q, int64_t q_stride, void* k, int6
   return KVMESH_OK;
 }
 
-KVMESH_API int kvmesh_cpu_philox(uint32_t* out, uint64_t key, uint64_t counter_low, uint64_t counter_high,
+int kvmesh_cpu_philox(uint32_t* out, uint64_t key, uint64_t counter_low, uint64_t counter_high,
                                  int64_t blocks, int32_t rounds) {
   if (rounds < 1) return KVMESH_BAD_SHAPE;
   for (int64_t i = 0; i < blocks; ++i) {

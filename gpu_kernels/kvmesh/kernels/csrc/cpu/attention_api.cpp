@@ -3,7 +3,7 @@
 #include <new>
 
 #include "../core/float_formats.h"
-#include "api.h"
+#include "exports.h"
 #include "level.h"
 #include "thread_pool.h"
 
@@ -127,7 +127,7 @@ bool valid(const AttentionArgs& a, int sequences) {
 
 using namespace kvmesh;
 
-KVMESH_API int kvmesh_cpu_paged_attention(void* out, int64_t out_stride, const void* q, int64_t q_stride, int32_t dtype,
+int kvmesh_cpu_paged_attention(void* out, int64_t out_stride, const void* q, int64_t q_stride, int32_t dtype,
                                           const kvmesh_paged_kv* kv, const int32_t* block_tables,
                                           int64_t block_table_stride, const int32_t* query_start,
                                           const int32_t* context_lens, int64_t tokens, int32_t sequences,

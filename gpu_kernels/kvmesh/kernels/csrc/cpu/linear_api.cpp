@@ -1,6 +1,6 @@
 // The exported quantised linear algebra: packing, products, dequantised rows.
 #include "../core/quant_panels.h"
-#include "api.h"
+#include "exports.h"
 #include "level.h"
 #include "thread_pool.h"
 
@@ -29,12 +29,12 @@ void dequantize_row(float* out, const uint8_t* panels, int32_t kind, int64_t row
 
 using namespace kvmesh;
 
-KVMESH_API int64_t kvmesh_cpu_packed_bytes(int32_t kind, int64_t rows, int64_t columns) {
+int64_t kvmesh_cpu_packed_bytes(int32_t kind, int64_t rows, int64_t columns) {
   if (!valid(kind, rows, columns)) return KVMESH_BAD_SHAPE;
   return (rows + kPanelRows - 1) / kPanelRows * (columns / kBlockColumns) * panel_bytes(kind);
 }
 
-KVMESH_API int kvmesh_cpu_pack_weight(uint8_t* panels, const uint8_t* blocks, int32_t kind, int64_t rows,
+int kvmesh_cpu_pack_weight(uint8_t* panels, const uint8_t* blocks, int32_t kind, int64_t rows,
                                       int64_t columns) {
   if (!valid(kind, rows, columns)) return KVMESH_BAD_SHAPE;
   int64_t per_row = columns / kBlockColumns, block_bytes = panel_bytes(kind) / kPanelRows;
@@ -49,7 +49,7 @@ KVMESH_API int kvmesh_cpu_pack_weight(uint8_t* panels, const uint8_t* blocks, in
   return KVMESH_OK;
 }
 
-KVMESH_API int kvmesh_cpu_quantized_linear(float* out, int64_t out_stride, const float* x, int64_t x_stride,
+int kvmesh_cpu_quantized_linear(float* out, int64_t out_stride, const float* x, int64_t x_stride,
                                            const uint8_t* panels, int32_t kind, int64_t tokens, int64_t rows,
                                            int64_t columns) {
   if (!valid(kind, rows, columns) || tokens < 0) return KVMESH_BAD_SHAPE;
@@ -72,7 +72,7 @@ KVMESH_API int kvmesh_cpu_quantized_linear(float* out, int64_t out_stride, const
   return KVMESH_OK;
 }
 
-KVMESH_API int kvmesh_cpu_dequantize_rows(float* out, int64_t out_stride, const uint8_t* panels, int32_t kind,
+int kvmesh_cpu_dequantize_rows(float* out, int64_t out_stride, const uint8_t* panels, int32_t kind,
                                           const int64_t* row_ids, int64_t count, int64_t rows, int64_t columns) {
   if (!valid(kind, rows, columns)) return KVMESH_BAD_SHAPE;
   for (int64_t i = 0; i < count; ++i)

@@ -3,7 +3,7 @@
 
 #include "../ext/xxh3.h"
 #include "../include/kvmesh_kernels.h"
-#include "api.h"
+#include "exports.h"
 #include "thread_pool.h"
 
 namespace kvmesh {
@@ -36,7 +36,7 @@ void move_pages(int64_t count, int64_t page_bytes, Source source, Destination de
 using kvmesh::move_pages;
 using kvmesh::parallel_for;
 
-KVMESH_API int kvmesh_cpu_gather_pages(uint8_t* destination, const uint8_t* base, const int32_t* ids, int64_t count,
+int kvmesh_cpu_gather_pages(uint8_t* destination, const uint8_t* base, const int32_t* ids, int64_t count,
                                        int64_t page_bytes, int64_t stride_bytes) {
   if (count < 0 || page_bytes <= 0) return KVMESH_BAD_SHAPE;
   move_pages(
@@ -45,7 +45,7 @@ KVMESH_API int kvmesh_cpu_gather_pages(uint8_t* destination, const uint8_t* base
   return KVMESH_OK;
 }
 
-KVMESH_API int kvmesh_cpu_scatter_pages(uint8_t* base, const uint8_t* source, const int32_t* ids, int64_t count,
+int kvmesh_cpu_scatter_pages(uint8_t* base, const uint8_t* source, const int32_t* ids, int64_t count,
                                         int64_t page_bytes, int64_t stride_bytes) {
   if (count < 0 || page_bytes <= 0) return KVMESH_BAD_SHAPE;
   move_pages(
@@ -54,7 +54,7 @@ KVMESH_API int kvmesh_cpu_scatter_pages(uint8_t* base, const uint8_t* source, co
   return KVMESH_OK;
 }
 
-KVMESH_API int kvmesh_cpu_copy_pages(uint8_t* to_base, const int32_t* to_ids, const uint8_t* from_base,
+int kvmesh_cpu_copy_pages(uint8_t* to_base, const int32_t* to_ids, const uint8_t* from_base,
                                      const int32_t* from_ids, int64_t count, int64_t page_bytes) {
   if (count < 0 || page_bytes <= 0) return KVMESH_BAD_SHAPE;
   move_pages(
@@ -63,7 +63,7 @@ KVMESH_API int kvmesh_cpu_copy_pages(uint8_t* to_base, const int32_t* to_ids, co
   return KVMESH_OK;
 }
 
-KVMESH_API int kvmesh_cpu_checksum_pages(uint64_t* sums, const uint8_t* base, const int32_t* ids, int64_t count,
+int kvmesh_cpu_checksum_pages(uint64_t* sums, const uint8_t* base, const int32_t* ids, int64_t count,
                                          int64_t page_bytes, int64_t stride_bytes) {
   if (count < 0 || page_bytes <= 0) return KVMESH_BAD_SHAPE;
   auto page = [=](int64_t i) { sums[i] = kvmesh::xxh3_64(base + ids[i] * stride_bytes, size_t(page_bytes), 0); };

@@ -1,24 +1,28 @@
 // kvmesh.kernels._native: small hot calls from Python, where a ctypes call would cost more than the work.
 //
-// Each source file of this extension defines one null-terminated method table; adding a file means adding its table
-// to kTables.
+// Each source file of this extension defines a null-terminated method table or an init function; a new file is added
+// to kTables or kInitializers.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 extern "C" PyMethodDef kvmesh_hashing_methods[];
+extern "C" int kvmesh_calls_init(PyObject* module);
 
 namespace {
 
 PyMethodDef* const kTables[] = {kvmesh_hashing_methods};
+int (*const kInitializers[])(PyObject*) = {kvmesh_calls_init};
 
-int add_functions(PyObject* module) {
+int fill_module(PyObject* module) {
   for (PyMethodDef* table : kTables)
     if (PyModule_AddFunctions(module, table) != 0) return -1;
+  for (auto initialize : kInitializers)
+    if (initialize(module) != 0) return -1;
   return 0;
 }
 
 PyModuleDef_Slot slots[] = {
-    {Py_mod_exec, reinterpret_cast<void*>(add_functions)},
+    {Py_mod_exec, reinterpret_cast<void*>(fill_module)},
     {0, nullptr},
 };
 

@@ -35,6 +35,22 @@ typedef struct {
   int32_t dtype;
 } kvmesh_paged_kv;
 
+// A second way to call an operation: all its arguments in an array of 8-byte values, integers and pointers in `i`,
+// floating point in `f`. kvmesh_cpu_entry(name) finds it; `signature` has one letter per argument, i or f. Calls can so
+// be made, kept and repeated without knowing the C types.
+typedef union {
+  int64_t i;
+  double f;
+} kvmesh_value;
+
+typedef struct {
+  const char* name;
+  const char* signature;
+  int (*call)(const kvmesh_value* arguments);
+} kvmesh_entry;
+
+#define KVMESH_MAX_ARGUMENTS 16
+
 #ifdef __cplusplus
 }
 #endif
