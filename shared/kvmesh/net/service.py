@@ -156,21 +156,25 @@ def run_service(service: Service, host: str, port: int, *, on_ready: Callable[[s
 
 
 async def _main(service: Service, host: str, port: int, on_ready: Callable[[str], None] | None) -> None:
+    up, stop = anyio.Event(), anyio.Event()
+
+    async def serve() -> None:
+        async with serving(service, host, port) as url:
+            _log.info("serving", url=url)
+            if on_ready is not None:
+                on_ready(url)
+            up.set()
+            await stop.wait()
+        tasks.cancel_scope.cancel()
+
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_serve, service, host, port, on_ready, tasks.cancel_scope)
+            tasks.start_soon(serve)
             async for number in signals:
                 _log.info("stopping", signal=signal.Signals(number).name)
-                tasks.cancel_scope.cancel()
+                if up.is_set():
+                    # Not cancelled: the service's own tasks carry what still runs to its end, and the heartbeats too.
+                    stop.set()
+                else:
+                    tasks.cancel_scope.cancel()
                 break
-
-
-async def _serve(
-    service: Service, host: str, port: int, on_ready: Callable[[str], None] | None, outer: anyio.CancelScope
-) -> None:
-    async with serving(service, host, port) as url:
-        _log.info("serving", url=url)
-        if on_ready is not None:
-            on_ready(url)
-        await anyio.sleep_forever()
-    outer.cancel()
