@@ -10,13 +10,13 @@ from kvmesh.config.coordinator import CoordinatorSettings
 from kvmesh.config.endpoints import Port
 from kvmesh.config.indexer import IndexerSettings
 from kvmesh.config.router import RouterSettings
-from kvmesh.config.service import DEFAULT_MODEL, Seconds, ServiceSettings
+from kvmesh.config.service import DEFAULT_MODEL, Seconds, TracedSettings
 from kvmesh.config.worker import WorkerSettings
 
 __all__ = ["MeshSettings"]
 
 
-class MeshSettings(ServiceSettings):
+class MeshSettings(TracedSettings):
     """A whole mesh on one machine: how many of what, and a template for each kind of process.
 
     ``model``, ``host``, ``request_timeout_s``, ``drain_s``, logging and tracing given here apply to every process whose

@@ -8,14 +8,14 @@ from pydantic import Field, model_validator
 
 from kvmesh.config.endpoints import HttpUrl, Port, ZmqEndpoint
 from kvmesh.config.routing import KvCacheAwarePolicy, RoutingPolicy
-from kvmesh.config.service import DEFAULT_MODEL, Seconds, ServiceSettings
+from kvmesh.config.service import DEFAULT_MODEL, Seconds, TracedSettings
 
 __all__ = ["RouterSettings", "ScheduleStyle"]
 
 ScheduleStyle = Literal["context_first", "generation_first"]
 
 
-class RouterSettings(ServiceSettings):
+class RouterSettings(TracedSettings):
     """Settings of the router."""
 
     port: Port = 8000

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from kvmesh.config.base import StrictModel
 
-__all__ = ["DEFAULT_MODEL", "LogFormat", "LogLevel", "Seconds", "ServiceSettings"]
+__all__ = ["DEFAULT_MODEL", "LogFormat", "LogLevel", "Seconds", "ServiceSettings", "TracedSettings"]
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 """Small enough to answer on two CPU cores."""
@@ -21,7 +21,7 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class ServiceSettings(StrictModel):
-    """Logging, tracing, access and shutdown of one service."""
+    """Logging, access and shutdown of one service."""
 
     host: str = "127.0.0.1"
     """Address to bind. Events and transfers carry prompts: bind others only on a trusted network."""
@@ -31,7 +31,12 @@ class ServiceSettings(StrictModel):
     """Least severe log line that is written."""
     log_format: LogFormat = "console"
     """``console`` for people, ``json`` for machines (one object per line)."""
-    otlp_endpoint: str | None = None
-    """OTLP/HTTP endpoint for traces, such as ``http://127.0.0.1:4318/v1/traces``; unset: none are exported."""
     drain_s: Seconds = 10.0
     """Seconds that running requests get to finish after a termination signal."""
+
+
+class TracedSettings(ServiceSettings):
+    """Settings of a service that takes part in requests, and so in their traces."""
+
+    otlp_endpoint: str | None = None
+    """OTLP/HTTP endpoint for traces, such as ``http://127.0.0.1:4318/v1/traces``; unset: none are exported."""

@@ -11,7 +11,7 @@ from kvmesh.config.base import StrictModel
 from kvmesh.config.cache_transceiver import CacheTransceiverConfig
 from kvmesh.config.endpoints import HttpUrl, Port
 from kvmesh.config.kv_cache import KvCacheConfig
-from kvmesh.config.service import DEFAULT_MODEL, Seconds, ServiceSettings
+from kvmesh.config.service import DEFAULT_MODEL, Seconds, TracedSettings
 
 __all__ = ["DEFAULT_CPU_MEMORY_BYTES", "EventWireSettings", "WorkerRole", "WorkerSettings"]
 
@@ -32,7 +32,7 @@ class EventWireSettings(StrictModel):
     """Tagged maps, or positional arrays for older consumers."""
 
 
-class WorkerSettings(ServiceSettings):
+class WorkerSettings(TracedSettings):
     """Settings of a context server, a generation server, or one with no role restriction."""
 
     role: WorkerRole = "both"
@@ -44,7 +44,7 @@ class WorkerSettings(ServiceSettings):
     port: Port = 0
     """Port of the HTTP face; 0 lets the system choose."""
     instance_id: str | None = None
-    """Stable name in the mesh; unset: derived from role, host and port."""
+    """Stable name in the mesh; unset: role, host name and a random suffix."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; ``auto`` takes CUDA where there is a GPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

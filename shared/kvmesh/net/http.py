@@ -135,7 +135,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 def _from_aiohttp(request: web.Request, error: web.HTTPException) -> ApiError:
     if error.status == 404:
-        return ApiError(404, f"No such path: {request.path}. See /openapi.json on the router.", code="not_found")
+        return ApiError(404, f"No such path: {request.path}.", code="not_found")
     if error.status == 405:
         return ApiError(405, f"{request.path} does not accept {request.method}.", code="method_not_allowed")
     if error.status == 413:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvmesh.config.worker import WorkerRole
 from kvmesh.protocol.disagg import CtxUsage, DisaggregatedParams, HandOff
 from kvmesh.protocol.engine import RequestKind
 from kvmesh.protocol.errors import ApiError, bad_request
@@ -15,10 +16,7 @@ from kvmesh.protocol.openai.validate import request_type_of
 from kvmesh.protocol.sampling import TokenLogprob
 from kvmesh.protocol.version import PROTOCOL_VERSION
 
-__all__ = ["Leg", "WorkerRole", "context_params", "leg_of"]
-
-WorkerRole = str
-"""``context``, ``generation`` or ``both``."""
+__all__ = ["Leg", "context_params", "leg_of"]
 
 MAX_REQUEST_ID = 2**63 - 1
 _handoff_decoder = msgspec.msgpack.Decoder(HandOff)

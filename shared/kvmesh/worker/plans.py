@@ -12,6 +12,7 @@ import anyio.to_thread
 import msgspec
 import numpy as np
 
+from kvmesh.config.worker import WorkerRole
 from kvmesh.models.tokenizer import ChatTemplateError, IncrementalDetokenizer, Tokenizer
 from kvmesh.protocol.engine import Generate
 from kvmesh.protocol.errors import ApiError, bad_request
@@ -20,7 +21,7 @@ from kvmesh.protocol.openai.fanout import SequenceSpec, fan_out, prompts_of
 from kvmesh.protocol.openai.requests import ChatCompletionRequest, CompletionRequest
 from kvmesh.protocol.openai.sampling import sampling_params
 from kvmesh.protocol.openai.validate import check_token_ids, validate_request
-from kvmesh.worker.disagg import Leg, WorkerRole, leg_of
+from kvmesh.worker.disagg import Leg, leg_of
 from kvmesh.worker.runs import SequenceRun, TokenSource
 
 __all__ = ["ModelFacts", "Plan", "PlannedSequence", "Planner"]

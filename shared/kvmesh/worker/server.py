@@ -33,6 +33,7 @@ from kvmesh.protocol.openai.responses import encode
 from kvmesh.protocol.openai.service import ModelCard, ModelList
 from kvmesh.protocol.openai.sse import SSE_HEADERS, error_event
 from kvmesh.protocol.sampling import SamplingParams
+from kvmesh.protocol.transfer import LedgerEvent
 from kvmesh.protocol.version import package_version
 from kvmesh.telemetry import get_logger
 from kvmesh.telemetry.tracing import Tracing
@@ -49,6 +50,9 @@ MAX_OPEN_CONTEXT_LEGS = 8192
 """Context legs that can still be given up by id; an older one ends by its own deadline."""
 FAILURE_GRACE_S = 1.0
 """Between a failure and the end of the process: time for the failed requests' answers to leave."""
+
+ENDED = frozenset({"completed", "failed", "cancelled"})
+"""Transfer states after which there is nothing to give up."""
 
 _log = get_logger("worker")
 
@@ -111,6 +115,7 @@ class WorkerService(Service):
         self._answerer = Answerer(tokenizer, ready.ctx_info_endpoint, self._observations.delta)
         if settings.coordinator_url is not None:
             await self._join(tasks, settings.coordinator_url, url, engine)
+        engine.on_ledger(self._forget_ended)
         self._engine = engine
         tasks.start_soon(self._watch_engine, engine)
         tasks.start_soon(self._end_when_failed)
@@ -165,6 +170,7 @@ class WorkerService(Service):
         await coordinator.start(tasks)
         coordinator.subscribe(self._on_member_event(engine))
         engine.on_ledger(coordinator.report)
+        self.metrics.collect_statistics("kvmesh_worker", coordinator.statistics)
         # Peers have forgotten what an older life gave out; only a new engine signs with a new epoch.
         coordinator.announce(
             self._member(url, engine),
@@ -282,6 +288,11 @@ class WorkerService(Service):
         if len(self._open_legs) > MAX_OPEN_CONTEXT_LEGS:
             self._open_legs.popitem(last=False)
 
+    def _forget_ended(self, events: list[LedgerEvent]) -> None:
+        for event in events:
+            if event.side == "context" and event.state in ENDED:
+                self._open_legs.pop(event.transfer_id, None)
+
     async def _abort(self, request: web.Request) -> web.Response:
         body = await read_json(request, _AbortRequest)
         engine = self._running_engine()
@@ -307,10 +318,12 @@ class WorkerService(Service):
         )
         started_s = time.perf_counter()
         tokens = 0
-        with anyio.fail_after(PROBE_TIMEOUT_S):
+        with anyio.move_on_after(PROBE_TIMEOUT_S):
             async with contextlib.aclosing(engine.generate(probe)) as outputs:
                 async for output in outputs:
                     tokens += len(output.token_ids)
+        if not tokens:
+            raise unavailable(f"The engine has not generated a token within {PROBE_TIMEOUT_S:g} s.", code="engine_busy")
         return json_response({"status": "ok", "tokens": tokens, "seconds": time.perf_counter() - started_s})
 
     async def _server_info(self, _request: web.Request) -> web.Response:
@@ -348,7 +361,7 @@ class WorkerService(Service):
         return json_response({"version": package_version()})
 
     async def _iteration_stats(self, _request: web.Request) -> web.Response:
-        return json_response(self._running_engine().stats)
+        return json_response(msgspec.structs.asdict(self._running_engine().stats))
 
     async def _perf_metrics(self, _request: web.Request) -> web.Response:
         return json_response(self._observations.drain_records())
