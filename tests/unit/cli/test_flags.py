@@ -41,11 +41,11 @@ def test_flags_reach_nested_fields():
 
 def test_flags_beat_the_environment_which_beats_the_file(tmp_path, monkeypatch):
     file = tmp_path / "worker.yaml"
-    file.write_text("port: 1\nlease_s: 1\nmax_queue: 1\n")
+    file.write_text("port: 1\ndrain_s: 1\nmax_queue: 1\n")
     monkeypatch.setenv("KVMESH_PORT", "2")
     monkeypatch.setenv("KVMESH_LEASE_S", "2")
     settings = load(WorkerSettings, f"--config={file}", "--port=3")
-    assert (settings.port, settings.lease_s, settings.max_queue) == (3, 2.0, 1)
+    assert (settings.port, settings.drain_s, settings.max_queue) == (3, 2.0, 1)
 
 
 def test_none_can_be_said():
