@@ -11,7 +11,7 @@ from kvmesh.config import RouterSettings, WorkerSettings
 
 @pytest.fixture(autouse=True)
 def _no_settings_in_the_environment(monkeypatch):
-    for name in ("KVMESH_PORT", "KVMESH_MODEL", "KVMESH_LEASE_S"):
+    for name in ("KVMESH_PORT", "KVMESH_MODEL", "KVMESH_DRAIN_S"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -43,7 +43,7 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path, monkeypatch):
     file = tmp_path / "worker.yaml"
     file.write_text("port: 1\ndrain_s: 1\nmax_queue: 1\n")
     monkeypatch.setenv("KVMESH_PORT", "2")
-    monkeypatch.setenv("KVMESH_LEASE_S", "2")
+    monkeypatch.setenv("KVMESH_DRAIN_S", "2")
     settings = load(WorkerSettings, f"--config={file}", "--port=3")
     assert (settings.port, settings.drain_s, settings.max_queue) == (3, 2.0, 1)
 
