@@ -1,0 +1,85 @@
+"""Greedy answers through a whole mesh are the reference's, token for token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from kvmesh.models.store import DEFAULT_MODEL
+
+pytestmark = pytest.mark.slow
+
+Make = Callable[..., Any]
+Items = list[dict[str, Any]]
+GENERATED = 64
+
+
+def ask(mesh: Any, prompt: str | list[int], *, stream: bool) -> tuple[list[int], list[int]]:
+    """Prompt and answer token ids of a greedy completion."""
+    body = {
+        "model": DEFAULT_MODEL,
+        "prompt": prompt,
+        "max_tokens": GENERATED,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "stream": stream,
+    }
+    status, answer = mesh["router"].post("/v1/completions", body)
+    assert status == 200, answer
+    if not stream:
+        [choice] = answer["choices"]
+        assert choice["finish_reason"] == "length"
+        assert answer["usage"]["completion_tokens"] == GENERATED
+        return choice["prompt_token_ids"], choice["token_ids"]
+    assert answer.pop() == "[DONE]"
+    choices = [choice for event in answer for choice in json.loads(event)["choices"]]
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
+    prompt_ids = [token for choice in choices for token in choice.get("prompt_token_ids") or []]
+    return prompt_ids, [token for choice in choices for token in choice.get("token_ids") or []]
+
+
+def check(mesh: Any, golden: Items, *, stream: bool) -> None:
+    # As text in streams and as token ids in whole answers, which must be the same thing; all together, as they come.
+    with ThreadPoolExecutor(len(golden)) as together:
+        prompts = [item["prompt"] if stream else item["prompt_ids"] for item in golden]
+        answers = list(together.map(lambda prompt: ask(mesh, prompt, stream=stream), prompts))
+    for item, (prompt_ids, tokens) in zip(golden, answers, strict=True):
+        assert prompt_ids == item["prompt_ids"]
+        assert len(tokens) == GENERATED
+        assert tokens[: len(item["certain"])] == item["certain"]
+    mesh.wait_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_default_backend(mesh: Any, golden: Items, stream: bool) -> None:
+    before = mesh["generation"].stats()["transfers_completed_total"]
+    check(mesh, golden, stream=stream)
+    assert mesh["generation"].stats()["transfers_completed_total"] == before + len(golden)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_nixl_backend(nixl_mesh: Any, golden: Items, stream: bool) -> None:
+    assert nixl_mesh["generation"].get("/server_info")["transfer_backend"] == "NIXL"
+    check(nixl_mesh, golden, stream=stream)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_aggregated(aggregated_mesh: Any, golden: Items, stream: bool) -> None:
+    check(aggregated_mesh, golden, stream=stream)
+    assert aggregated_mesh["worker"].stats()["transfers_started_total"] == 0
+
+
+@pytest.fixture(scope="module")
+def nixl_mesh(make_mesh: Make) -> Any:
+    nixl = {"cache_transceiver_config": {"backend": "NIXL"}}
+    return make_mesh({"context": nixl, "generation": nixl})
+
+
+@pytest.fixture(scope="module")
+def aggregated_mesh(make_mesh: Make) -> Any:
+    return make_mesh({"worker": {}})
