@@ -40,7 +40,14 @@ X86_LEVELS = {
 }  # fmt: skip
 COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno",
                 "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-psabi", "-pthread")  # fmt: skip
-LEVEL_SOURCES = ("attention_decode.cpp", "attention_prefill.cpp", "elementwise.cpp", "linear.cpp", "table.cpp")
+LEVEL_SOURCES = (
+    "attention_decode.cpp",
+    "attention_prefill.cpp",
+    "checksum.cpp",
+    "elementwise.cpp",
+    "linear.cpp",
+    "table.cpp",
+)
 CUDA_ARCHITECTURES = ("80", "90", "100")
 
 INSTALL_COMPILER = "apt-get install g++"

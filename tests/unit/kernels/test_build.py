@@ -26,7 +26,7 @@ def test_a_second_build_does_nothing():
 
 def test_a_missing_compiler_is_named_with_its_package(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(build.BuildError, match="`no-such-compiler` is not on PATH.*`apt-get install g"):
+    with pytest.raises(build.BuildError, match=r"`no-such-compiler` is not on PATH.*`apt-get install g"):
         build.build_cpu()
 
 

@@ -53,7 +53,8 @@ def test_copy_pages():
     assert np.array_equal(target.reshape(8, -1), expected)
 
 
-@pytest.mark.parametrize("page_bytes", [1, 16, 100, 200, 241, 4096, 200_000])
+@pytest.mark.usefixtures("cpu_level")
+@pytest.mark.parametrize("page_bytes", [1, 16, 100, 200, 240, 241, 1024, 1025, 4096, 200_000])
 def test_checksums_are_xxh3_of_each_page(page_bytes):
     source = pool(6, page_bytes + 3)
     ids = np.array([5, 0, 2], dtype=np.int32)

@@ -23,5 +23,7 @@ void prepare_linear(const LinearArgs& a, int32_t kind, float* packed_x, float* b
 void linear_q4_1(const LinearArgs& a, int64_t panel_begin, int64_t panel_end);
 void linear_q8_0(const LinearArgs& a, int64_t panel_begin, int64_t panel_end);
 
+uint64_t checksum(const uint8_t* data, size_t bytes);
+
 
 KVM_END

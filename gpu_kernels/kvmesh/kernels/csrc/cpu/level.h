@@ -90,6 +90,7 @@ struct LevelTable {
   void (*prepare_linear)(const LinearArgs&, int32_t kind, float* packed_x, float* block_sums);
   void (*linear_q4_1)(const LinearArgs&, int64_t panel_begin, int64_t panel_end);
   void (*linear_q8_0)(const LinearArgs&, int64_t panel_begin, int64_t panel_end);
+  uint64_t (*checksum)(const uint8_t* data, size_t bytes);  // XXH3-64, seed 0
 };
 
 // The level in use: the best one of this CPU, unless choose_level took another.

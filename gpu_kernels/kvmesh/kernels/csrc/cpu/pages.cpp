@@ -1,9 +1,9 @@
 // Page movement: gather, scatter, copy and checksum of whole pages, in parallel pieces.
 #include <string.h>
 
-#include "../ext/xxh3.h"
 #include "../include/kvmesh_kernels.h"
 #include "exports.h"
+#include "level.h"
 #include "thread_pool.h"
 
 namespace kvmesh {
@@ -66,7 +66,8 @@ int kvmesh_cpu_copy_pages(uint8_t* to_base, const int32_t* to_ids, const uint8_t
 int kvmesh_cpu_checksum_pages(uint64_t* sums, const uint8_t* base, const int32_t* ids, int64_t count,
                                          int64_t page_bytes, int64_t stride_bytes) {
   if (count < 0 || page_bytes <= 0) return KVMESH_BAD_SHAPE;
-  auto page = [=](int64_t i) { sums[i] = kvmesh::xxh3_64(base + ids[i] * stride_bytes, size_t(page_bytes), 0); };
+  auto checksum = kvmesh::level().checksum;
+  auto page = [=](int64_t i) { sums[i] = checksum(base + ids[i] * stride_bytes, size_t(page_bytes)); };
   if (count * page_bytes < kvmesh::kParallelBytes) {
     for (int64_t i = 0; i < count; ++i) page(i);
   } else {

@@ -156,4 +156,6 @@ uint64_t xxh3_64(const uint8_t* data, size_t size, uint64_t seed) {
   return hash_long(data, size, seed);
 }
 
+const uint8_t* xxh3_secret() { return kSecret; }
+
 }  // namespace kvmesh

@@ -8,4 +8,7 @@ namespace kvmesh {
 
 uint64_t xxh3_64(const uint8_t* data, size_t size, uint64_t seed);
 
+// The specification's 192 bytes of secret, for the page checksums' own loop over long inputs.
+const uint8_t* xxh3_secret();
+
 }  // namespace kvmesh

@@ -1,0 +1,98 @@
+// XXH3-64 (seed 0) of a page, its loop over 64-byte stripes in vectors. Compiled once per level.
+#include "../ext/xxh3.h"
+#include "kernels.h"
+#include "simd.h"
+
+KVM_BEGIN
+namespace {
+
+constexpr uint64_t kPrime32_1 = 0x9E3779B1, kPrime32_2 = 0x85EBCA77, kPrime32_3 = 0xC2B2AE3D;
+constexpr uint64_t kPrime64_1 = 0x9E3779B185EBCA87, kPrime64_2 = 0xC2B2AE3D27D4EB4F;
+constexpr uint64_t kPrime64_3 = 0x165667B19E3779F9, kPrime64_4 = 0x85EBCA77C2B2AE63;
+constexpr uint64_t kPrime64_5 = 0x27D4EB2F165667C5;
+
+constexpr size_t kShort = 240;  // up to here the specification has other, scalar routines
+constexpr size_t kSecretBytes = 192, kStripe = 64;
+constexpr size_t kStripesPerBlock = (kSecretBytes - kStripe) / 8, kBlock = kStripesPerBlock * kStripe;
+constexpr size_t kPrefetch = 2048;
+
+typedef uint64_t VLong __attribute__((vector_size(KVM_LANES * 4)));
+constexpr int kParts = int(kStripe / sizeof(VLong));
+struct Accumulators { VLong part[kParts]; };
+
+// Products of the low 32 bits of each lane.
+KVM_INLINE VLong multiply_low(VLong a, VLong b) {
+#if defined(__AVX512F__)
+  return (VLong)_mm512_mul_epu32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (VLong)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#elif defined(__x86_64__)
+  return (VLong)_mm_mul_epu32((__m128i)a, (__m128i)b);
+#else
+  return (a & 0xffffffffu) * (b & 0xffffffffu);
+#endif
+}
+
+KVM_INLINE VLong swap_pairs(VLong v) {
+#if defined(__AVX512F__)
+  return (VLong)_mm512_shuffle_epi32((__m512i)v, _MM_PERM_BADC);
+#elif defined(__AVX2__)
+  return (VLong)_mm256_shuffle_epi32((__m256i)v, 0x4e);
+#else
+  return __builtin_shuffle(v, VLong{1, 0});
+#endif
+}
+
+KVM_INLINE void accumulate(Accumulators& acc, const uint8_t* data, const uint8_t* secret) {
+  for (int p = 0; p < kParts; ++p) {
+    VLong value = load_bits<VLong>(data + p * sizeof(VLong));
+    VLong key = value ^ load_bits<VLong>(secret + p * sizeof(VLong));
+    acc.part[p] += swap_pairs(value) + multiply_low(key, key >> 32);
+  }
+}
+
+KVM_INLINE void scramble(Accumulators& acc, const uint8_t* secret) {
+  const VLong prime = kPrime32_1 - VLong{};
+  for (int p = 0; p < kParts; ++p) {
+    VLong v = acc.part[p] ^ (acc.part[p] >> 47) ^ load_bits<VLong>(secret + p * sizeof(VLong));
+    acc.part[p] = multiply_low(v, prime) + (multiply_low(v >> 32, prime) << 32);
+  }
+}
+
+KVM_INLINE uint64_t read64(const uint8_t* p) { return load_bits<uint64_t>(p); }
+
+KVM_INLINE uint64_t fold_product(uint64_t a, uint64_t b) {
+  unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
+  return uint64_t(product) ^ uint64_t(product >> 64);
+}
+
+}  // namespace
+
+uint64_t checksum(const uint8_t* data, size_t bytes) {
+  if (bytes <= kShort) return xxh3_64(data, bytes, 0);
+  const uint8_t* secret = xxh3_secret();
+  const uint64_t start[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
+                             kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
+  Accumulators acc = load_bits<Accumulators>(start);
+  size_t blocks = (bytes - 1) / kBlock;
+  for (size_t block = 0; block < blocks; ++block, data += kBlock) {
+    for (size_t s = 0; s < kStripesPerBlock; ++s) {
+      __builtin_prefetch(data + s * kStripe + kPrefetch);
+      accumulate(acc, data + s * kStripe, secret + 8 * s);
+    }
+    scramble(acc, secret + kSecretBytes - kStripe);
+  }
+  size_t rest = bytes - blocks * kBlock, stripes = (rest - 1) / kStripe;
+  for (size_t s = 0; s < stripes; ++s) accumulate(acc, data + s * kStripe, secret + 8 * s);
+  accumulate(acc, data + rest - kStripe, secret + kSecretBytes - kStripe - 7);
+  uint64_t lanes[8];
+  store_bits(lanes, acc);
+  uint64_t hash = bytes * kPrime64_1;
+  for (int i = 0; i < 4; ++i)
+    hash += fold_product(lanes[2 * i] ^ read64(secret + 11 + 16 * i), lanes[2 * i + 1] ^ read64(secret + 19 + 16 * i));
+  hash ^= hash >> 37;
+  hash *= 0x165667919E3779F9;
+  return hash ^ (hash >> 32);
+}
+
+KVM_END
