@@ -201,8 +201,10 @@ class Executor:
 
     def _start_receiving(self, seq: Sequence) -> None:
         assert self._desk is not None
+        missing = self._pages.first_missing_blocks(seq)
+        seq.timings.transfer_pages, seq.timings.transfer_bytes = self._pages.size_from(seq, missing)
         try:
-            self._desk.receive(seq, self._pages.first_missing_blocks(seq))
+            self._desk.receive(seq, missing)
         except ApiError as error:
             self._fail(seq, error)
 
