@@ -28,6 +28,7 @@ import psutil
 import pytest
 import yaml
 
+from kvmesh.cli.rundir import MeshState, ProcessState, RunDir, is_running
 from kvmesh.models.store import DEFAULT_MODEL, resolve_model
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "smollm2.json"
@@ -52,10 +53,15 @@ def until(condition: Callable[[], T], what: str, timeout_s: float = 30.0) -> T:
     return value
 
 
-def request(url: str, body: dict[str, Any] | bytes | None = None, timeout_s: float = 60.0) -> tuple[int, bytes]:
+def request(
+    url: str,
+    body: dict[str, Any] | bytes | None = None,
+    timeout_s: float = 60.0,
+    headers: dict[str, str] | None = None,
+) -> tuple[int, bytes]:
     """Status and body; status 0 when there is no connection or it broke."""
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-    asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    asked = urllib.request.Request(url, data, {"Content-Type": "application/json", **(headers or {})})
     try:
         with urllib.request.urlopen(asked, timeout=timeout_s) as response:
             return response.status, response.read()
@@ -115,9 +121,11 @@ class Process:
         assert status == 200, f"{self.name}{path}: {status} {body!r}"
         return json.loads(body)
 
-    def post(self, path: str, body: dict[str, Any], timeout_s: float = 60.0) -> tuple[int, Any]:
+    def post(
+        self, path: str, body: dict[str, Any], timeout_s: float = 60.0, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any]:
         """Status and decoded body; an event stream is the list of its ``data`` lines."""
-        status, data = request(self.url + path, body, timeout_s)
+        status, data = request(self.url + path, body, timeout_s, headers)
         if status == 200 and body.get("stream"):
             return status, [line.removeprefix("data: ") for line in data.decode().splitlines() if line]
         return status, json.loads(data)
@@ -288,6 +296,122 @@ class Mesh:
         assert not problems, "\n".join(problems)
 
 
+class Up:
+    """``kvmesh up`` as a person runs it, with a run directory of its own."""
+
+    def __init__(self, *flags: str, **env: str) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="kvm-", dir="/tmp"))
+        self.temp = self.directory / "t"
+        self.temp.mkdir()
+        self.run_dir = RunDir(self.directory / "run")
+        self.flags = flags
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("KVMESH_")}
+        if "KVMESH_MODEL_DIR" in os.environ:
+            kept["KVMESH_MODEL_DIR"] = os.environ["KVMESH_MODEL_DIR"]
+        self.env = {**kept, "TMPDIR": str(self.temp), "KVMESH_RUN_DIR": str(self.run_dir.path), **env}
+        self.output = self.directory / "output"
+        self.popen: subprocess.Popen[bytes] | None = None
+        self.url = ""
+        self.shared_memory = set(SHARED_MEMORY.iterdir()) if SHARED_MEMORY.exists() else set()
+
+    def command(self, *argv: str, timeout_s: float = START_S) -> str:
+        """Run ``kvmesh ...`` to its end; what it printed."""
+        done = subprocess.run(
+            [sys.executable, "-m", "kvmesh.cli.main", *argv],
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr + self.logs()
+        return done.stdout
+
+    def start(self) -> Up:
+        """Start it in the foreground and wait until it is ready."""
+        argv = [sys.executable, "-m", "kvmesh.cli.main", "up", "--port", "0", *self.flags]
+        with self.output.open("wb") as output:
+            self.popen = subprocess.Popen(
+                argv, env=self.env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
+
+        def ready() -> bool:
+            assert self.popen is not None
+            assert self.popen.poll() is None, self.output.read_text() + self.logs()
+            state = self.run_dir.read()
+            return state is not None and state.phase == "ready"
+
+        until(ready, "the mesh is ready", START_S)
+        self.url = self.state().url
+        return self
+
+    def state(self) -> MeshState:
+        state = self.run_dir.read()
+        assert state is not None, "no mesh runs"
+        return state
+
+    def child(self, name: str) -> ProcessState | None:
+        """A child that runs now."""
+        return next((child for child in self.state().children if child.name == name and is_running(child)), None)
+
+    def members(self) -> dict[str, Any]:
+        """Members by instance id; empty while the coordinator is away."""
+        status, body = request(f"{self.state().coordinator_url}/members")
+        return {member["instance_id"]: member for member in json.loads(body)["members"]} if status == 200 else {}
+
+    def post(self, path: str, body: dict[str, Any], timeout_s: float = 60.0) -> tuple[int, Any]:
+        """Status and decoded body of a whole answer from the router."""
+        status, data = request(self.url + path, body, timeout_s)
+        return status, json.loads(data) if status else data
+
+    def logs(self) -> str:
+        """The ends of all logs, for a failure's message."""
+        files = sorted(self.run_dir.logs.glob("*.log")) if self.run_dir.logs.exists() else []
+        return "".join(f"\n--- {file.name}\n{file.read_text(errors='replace')[-2000:]}" for file in files)
+
+    def family(self) -> list[psutil.Process]:
+        """The supervisor and everything below it."""
+        state = self.run_dir.read()
+        if state is None or not is_running(state.supervisor):
+            return []
+        supervisor = psutil.Process(state.supervisor.pid)
+        return [supervisor, *supervisor.children(recursive=True)]
+
+    def stop(self, number: int = signal.SIGINT) -> None:
+        """Ctrl-C; what is left over is an error."""
+        if self.popen is None:
+            return
+        family = self.family()
+        if self.popen.poll() is None:
+            self.popen.send_signal(number)
+        try:
+            self.popen.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.wait()
+        self.check_gone(family)
+        assert self.popen.returncode == 0, self.output.read_text() + self.logs()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """There is nothing to stop any more."""
+        self.popen = None
+        shutil.rmtree(self.directory)
+
+    def check_gone(self, family: list[psutil.Process]) -> None:
+        """Neither processes nor files nor shared memory are left; logs may be."""
+        _, alive = psutil.wait_procs(family, timeout=STOP_S)
+        problems = [f"left running: {process}" for process in alive]
+        for process in alive:
+            process.kill()
+        problems += [f"left behind: {path}" for path in self.temp.iterdir()]
+        problems += [f"left behind: {path}" for path in self.run_dir.path.iterdir() if path != self.run_dir.logs]
+        if SHARED_MEMORY.exists():
+            problems += [f"left behind: {path}" for path in set(SHARED_MEMORY.iterdir()) - self.shared_memory]
+        assert not problems, "\n".join(problems) + self.logs()
+
+
 EVENTS = {
     "enable_kv_cache_events": True,
     "endpoint": "tcp://127.0.0.1:*",
@@ -349,6 +473,20 @@ def make_mesh() -> Iterator[Callable[..., Mesh]]:
         except AssertionError as error:
             errors.append(str(error))
     assert not errors, "\n".join(errors)
+
+
+@pytest.fixture(scope="module")
+def make_up() -> Iterator[Callable[..., Up]]:
+    """Prepares ``kvmesh up`` runs that are over by the end of the module; ``make_up(*flags)`` does not start it."""
+    ups: list[Up] = []
+
+    def make(*flags: str, **env: str) -> Up:
+        ups.append(Up(*flags, **env))
+        return ups[-1]
+
+    yield make
+    for up in ups:
+        up.stop()
 
 
 @pytest.fixture(scope="session")

@@ -200,11 +200,13 @@ BAD: dict[str, tuple[str, dict[str, Any], type[openai.APIStatusError]]] = {
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_errors(client: Client, name: str, stream: bool) -> None:
     kind, bad, error = BAD[name]
+    asked: Any = {"model": MODEL, "stream": stream, "messages": QUESTION, **bad}
+    create: Any = client.chat.completions.create
+    if kind == "completions":
+        asked = {"model": MODEL, "stream": stream, "prompt": PROMPT, **bad}
+        create = client.completions.create
     with pytest.raises(error) as caught:
-        if kind == "chat":
-            await client.chat.completions.create(**{"model": MODEL, "messages": QUESTION, "stream": stream, **bad})
-        else:
-            await client.completions.create(**{"model": MODEL, "prompt": PROMPT, "stream": stream, **bad})
+        await create(**asked)
     body = caught.value.body
     assert isinstance(body, dict), "the client found OpenAI's error object"
     assert isinstance(body["message"], str)

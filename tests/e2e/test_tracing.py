@@ -1,0 +1,132 @@
+"""One trace a request, through router, context server and generation server, at an OTLP/HTTP collector."""
+
+from __future__ import annotations
+
+import gzip
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from kvmesh.models.store import DEFAULT_MODEL
+
+pytestmark = pytest.mark.slow
+
+TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
+PARENT_ID = "00f067aa0ba902b7"
+
+
+class Span(NamedTuple):
+    service: str
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    start_ns: int
+    end_ns: int
+    attributes: dict[str, Any]
+
+
+class Collector(ThreadingHTTPServer):
+    """Receives ``POST /v1/traces`` with protobuf bodies."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.spans: list[Span] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def take(self, body: bytes) -> None:
+        request = ExportTraceServiceRequest.FromString(body)
+        for resource in request.resource_spans:
+            named = {one.key: one.value.string_value for one in resource.resource.attributes}
+            for scope in resource.scope_spans:
+                for span in scope.spans:
+                    self.spans.append(
+                        Span(
+                            named["service.name"],
+                            span.name,
+                            span.trace_id.hex(),
+                            span.span_id.hex(),
+                            span.parent_span_id.hex(),
+                            span.start_time_unix_nano,
+                            span.end_time_unix_nano,
+                            {one.key: one.value for one in span.attributes},
+                        )
+                    )
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Collector
+
+    def do_POST(self) -> None:
+        assert self.path == "/v1/traces"
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        self.server.take(body)
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Quiet."""
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with Collector() as collector:
+        thread = threading.Thread(target=collector.serve_forever)
+        thread.start()
+        try:
+            yield collector
+        finally:
+            collector.shutdown()
+            thread.join()
+
+
+def test_one_trace_a_request(collector: Collector, make_mesh: Callable[..., Any], poll: Callable[..., Any]) -> None:
+    to = {"otlp_endpoint": collector.url}
+    mesh = make_mesh({"context": dict(to), "generation": dict(to)}, router=to, env={"OTEL_BSP_SCHEDULE_DELAY": "200"})
+    body = {"model": DEFAULT_MODEL, "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+    headers = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
+    status, answer = mesh["router"].post("/v1/completions", body, headers=headers)
+    assert status == 200, answer
+    wanted = (
+        {("kvmesh-router", name) for name in ("router", "queue", "tokenize", "match")}
+        | {("kvmesh-context", name) for name in ("context", "queue", "prefill")}
+        | {("kvmesh-generation", name) for name in ("generation", "queue", "transfer", "decode")}
+    )
+
+    def arrived() -> bool:
+        return wanted <= {(span.service, span.name) for span in collector.spans if span.trace_id == TRACE_ID}
+
+    poll(arrived, f"all spans of the trace; there are {collector.spans}", 20.0)
+    spans = [span for span in collector.spans if span.trace_id == TRACE_ID]
+    by_name = {(span.service, span.name): span for span in spans}
+    assert len(by_name) == len(spans), "no span twice"
+    root = by_name["kvmesh-router", "router"]
+    assert root.parent_id == PARENT_ID, "the client's trace goes on"
+    ids = {span.span_id for span in spans}
+    assert all(span.parent_id in ids for span in spans if span is not root), "one tree"
+    for span in spans:
+        assert root.start_ns <= span.start_ns <= span.end_ns <= root.end_ns + 1_000_000
+    prefill, transfer = by_name["kvmesh-context", "prefill"], by_name["kvmesh-generation", "transfer"]
+    decode = by_name["kvmesh-generation", "decode"]
+    assert prefill.end_ns <= transfer.start_ns <= transfer.end_ns <= decode.start_ns
+    assert transfer.attributes["bytes"].int_value > 0
+    assert transfer.attributes["pages"].int_value == 1
+    # Another request without a trace of its own gets a new one.
+    assert mesh["router"].post("/v1/completions", {**body, "prompt": "Twice"})[0] == 200
+    others = {TRACE_ID}
+
+    def another() -> bool:
+        found = {(span.trace_id, span.service) for span in collector.spans if span.trace_id not in others}
+        return len(found) == 3 and len({trace for trace, _ in found}) == 1
+
+    poll(another, "the second request's trace", 20.0)
