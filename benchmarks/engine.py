@@ -25,7 +25,7 @@ from kvmesh.config import KvCacheConfig, WorkerSettings
 from kvmesh.engine.build import Engine
 from kvmesh.models.store import DEFAULT_MODEL, resolve_model
 from kvmesh.net.clock import SystemClock
-from kvmesh.protocol.engine import FromEngine, Generate, RequestFailed, TokenBatch
+from kvmesh.protocol.engine import FromEngine, Generate, RequestFailed, ToEngine, TokenBatch
 from kvmesh.protocol.sampling import SamplingParams
 
 CONTEXT = 512
@@ -47,7 +47,7 @@ class EngineCore:
             kv_cache_config=KvCacheConfig(enable_block_reuse=False),
         )
         self._tokens: dict[str, int] = {}
-        self._engine = Engine.build(settings, self._take, epoch=1, clock=SystemClock())
+        self._engine = Engine.build(settings, self, epoch=1, clock=SystemClock())
         self._count = 0
 
     def prefill(self, prompt: np.ndarray) -> float:
@@ -84,7 +84,21 @@ class EngineCore:
         )
         return name
 
-    def _take(self, message: FromEngine) -> None:
+    # The engine's channel: it is stepped by hand, so that nothing waits.
+
+    def wait(self, timeout_s: float) -> bool:  # noqa: ARG002 - the signature is given
+        """There is nothing to wait for."""
+        return False
+
+    def receive(self) -> list[ToEngine]:
+        """Requests are submitted by hand too."""
+        return []
+
+    def wake(self) -> None:
+        """Nobody sleeps."""
+
+    def send(self, message: FromEngine) -> None:
+        """Count tokens."""
         if isinstance(message, TokenBatch):
             for output in message.outputs:
                 self._tokens[output.request_id] = self._tokens.get(output.request_id, 0) + len(output.token_ids)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import torch
 import zmq
@@ -27,6 +26,7 @@ from kvmesh.engine.runner import BatchRunner
 from kvmesh.engine.sampler import Sampler
 from kvmesh.engine.scheduler import Scheduler, SchedulerLimits
 from kvmesh.engine.transfers import TransferDesk
+from kvmesh.engine.waiting import LoopWaiter
 from kvmesh.events.endpoints import EndpointError
 from kvmesh.events.factory import EventSource, create_event_source
 from kvmesh.kernels import ops
@@ -35,7 +35,7 @@ from kvmesh.models.errors import ModelError
 from kvmesh.models.registry import load_model
 from kvmesh.models.store import ModelSource, resolve_model
 from kvmesh.net.clock import Clock
-from kvmesh.protocol.engine import EngineReady, FromEngine
+from kvmesh.protocol.engine import EngineReady
 from kvmesh.telemetry import get_logger
 from kvmesh.transceiver import PoolMemory, Transceiver, TransceiverConfigError, create_transceiver
 from kvmesh.transceiver.planes.base import PlaneError
@@ -75,6 +75,7 @@ class Engine:
         manager: KvCacheManager,
         events: EventSource,
         transceiver: Transceiver | None,
+        channel: MessageChannel,
         clock: Clock,
     ) -> None:
         self.ready = ready
@@ -83,15 +84,16 @@ class Engine:
         self.manager = manager
         self._events = events
         self._transceiver = transceiver
+        self._channel = channel
         self._clock = clock
 
     @classmethod
-    def build(cls, settings: WorkerSettings, send: Callable[[FromEngine], None], *, epoch: int, clock: Clock) -> Engine:
+    def build(cls, settings: WorkerSettings, channel: MessageChannel, *, epoch: int, clock: Clock) -> Engine:
         """Load the model, take the memory, open the sockets.
 
         Args:
             settings: the worker's.
-            send: delivers messages to the front; must not block.
+            channel: to the front.
             epoch: of this life of the engine; peers tell it from earlier lives by it.
             clock: for deadlines and time stamps.
 
@@ -99,23 +101,23 @@ class Engine:
             EngineBuildError: a setting is not supported or cannot work here, or a file, memory or port is missing.
         """
         try:
-            return _build(settings, send, epoch, clock)
+            return _build(settings, channel, epoch, clock)
         except _START_ERRORS as error:
             raise EngineBuildError(str(error)) from error
 
-    def loop(self, channel: MessageChannel) -> EngineLoop:
-        """The loop of this engine over ``channel``."""
-        return EngineLoop(channel, self.executor, self.reporter, self._clock)
+    def loop(self) -> EngineLoop:
+        """The loop of this engine."""
+        return EngineLoop(self._channel, self.executor, self.reporter, self._clock)
 
     def close(self) -> None:
-        """Stop threads, free ports and memory."""
+        """Stop threads, free ports and memory. The channel stays open; it is closed after this."""
         self._events.shutdown()
         if self._transceiver is not None:
             self._transceiver.shutdown()
         self.manager.close()
 
 
-def _build(settings: WorkerSettings, send: Callable[[FromEngine], None], epoch: int, clock: Clock) -> Engine:
+def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock: Clock) -> Engine:
     threads = settings.num_threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     ops.set_num_threads(threads)
@@ -141,13 +143,14 @@ def _build(settings: WorkerSettings, send: Callable[[FromEngine], None], epoch: 
         events.sink,
     )
     digest = layout.digest(source.name)
-    transceiver = _transceiver(settings, manager, digest, epoch, clock)
+    waiter = LoopWaiter(channel, clock)
+    transceiver = _transceiver(settings, manager, digest, epoch, waiter, clock)
     events.start()
 
     limits = _limits(settings, model, manager, transfers=transceiver is not None)
     sampler = Sampler(model.config.eos_token_ids)
     pages = SequencePages(manager)
-    desk = None if transceiver is None else TransferDesk(transceiver, settings.cache_transceiver_config, clock)
+    desk = None if transceiver is None else TransferDesk(transceiver, settings.cache_transceiver_config, waiter, clock)
     executor = Executor(
         intake=Intake(limits, sampler, clock),
         scheduler=Scheduler(
@@ -171,11 +174,11 @@ def _build(settings: WorkerSettings, send: Callable[[FromEngine], None], epoch: 
             device=device,
         ),
         sampler=sampler,
-        outbox=Outbox(send),
+        outbox=Outbox(channel.send),
         clock=clock,
         desk=desk,
     )
-    reporter = EngineReporter(send, executor=executor, manager=manager, desk=desk, events=events, clock=clock)
+    reporter = EngineReporter(channel.send, executor=executor, manager=manager, desk=desk, events=events, clock=clock)
     ready = EngineReady(
         num_pages=manager.stats().total,
         page_bytes=layout.pools[0].page_bytes,
@@ -200,6 +203,7 @@ def _build(settings: WorkerSettings, send: Callable[[FromEngine], None], epoch: 
         manager=manager,
         events=events,
         transceiver=transceiver,
+        channel=channel,
         clock=clock,
     )
 
@@ -225,7 +229,7 @@ def _check(settings: WorkerSettings, model: CausalLM) -> None:
 
 
 def _transceiver(
-    settings: WorkerSettings, manager: KvCacheManager, digest: str, epoch: int, clock: Clock
+    settings: WorkerSettings, manager: KvCacheManager, digest: str, epoch: int, waiter: LoopWaiter, clock: Clock
 ) -> Transceiver | None:
     pools = [
         PoolMemory(
@@ -250,6 +254,7 @@ def _transceiver(
         checksums=settings.transfer_checksums,
         digest=digest,
         clock=clock,
+        waiter=waiter,
     )
 
 

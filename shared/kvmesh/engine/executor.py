@@ -1,6 +1,6 @@
 """The executor: one iteration takes stock of transfers and deadlines, schedules, computes, and reports.
 
-It never waits; :mod:`kvmesh.engine.loop` does, for as long as :meth:`Executor.idle_wait_s` says.
+An iteration never waits; :mod:`kvmesh.engine.loop` does, in between.
 """
 
 from __future__ import annotations
@@ -141,6 +141,7 @@ class Executor:
         fault_point("engine.step")
         self.counters.iteration += 1
         self._settle_transfers()
+        self._outbox.flush()  # What a context server has sampled does not wait for the next token.
         self._expire()
         plan = self._scheduler.schedule()
         self._note(plan)
@@ -156,6 +157,14 @@ class Executor:
         while self._deadlines and self._deadlines[0][2].phase is Phase.FINISHED:
             heapq.heappop(self._deadlines)
         return max(0.0, self._deadlines[0][0] - self._clock.monotonic_s()) if self._deadlines else None
+
+    def await_transfer(self, outcome: StepOutcome, bound_s: float) -> bool:
+        """After an iteration without work: wait for a transfer that holds up everything else, ``bound_s`` at most.
+
+        Returns:
+            Whether there is such a transfer; without one this returns at once.
+        """
+        return self._desk is not None and self._desk.wait(bound_s, blocked=outcome.blocked)
 
     def transfer_wait_s(self) -> float | None:
         """How long an idle loop may wait while transfers are tracked, None when there is no such bound."""

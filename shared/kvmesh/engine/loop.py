@@ -26,7 +26,7 @@ IDLE_WAIT_S = 60.0
 """Longest wait when nothing at all is going on: bounded, and still no load."""
 
 BLOCKED_WAIT_S = 0.01
-"""Wait when sequences need pages that transfers hold: short, because such pages come back without a message."""
+"""Wait when sequences got no pages although no transfer holds any: in the next iteration they may."""
 
 NO_BUFFERED_EVENTS = b"[]"
 """``event_buffer_max_size`` is refused at start unless 0, and 0 keeps no event."""
@@ -57,29 +57,33 @@ class EngineLoop:
         """
         outcome = StepOutcome(computed=False, blocked=False)
         while not self._over:
-            for message in self._channel.receive(self.wait_s(outcome)):
+            self._wait(outcome)
+            for message in self._channel.receive():
                 self._dispatch(message)
             outcome = self._executor.step()
             self._reporter.after_step(computed=outcome.computed)
         self._executor.abort_all(_shutting_down())
         self._reporter.after_step(computed=False)
 
-    def wait_s(self, outcome: StepOutcome) -> float:
-        """How long to wait for messages before the next iteration.
+    def _wait(self, outcome: StepOutcome) -> None:
+        """Wait before the next iteration: not at all when there is work to run, else until whatever comes first.
 
-        Nothing when there is work to run; otherwise until whatever comes first: a transfer to look at, a deadline, a
-        report that is due.
+        That is a message, a transfer that progresses, a deadline, a report that is due, or a look at quiet transfers.
         """
         if outcome.computed:
-            return 0.0
-        bounds = (
-            BLOCKED_WAIT_S if outcome.blocked else None,
-            self._executor.transfer_wait_s(),
+            return
+        duties = (
             self._executor.next_deadline_in_s(),
             self._reporter.due_in_s(),
             None if self._drain_until_s is None else max(0.0, self._drain_until_s - self._clock.monotonic_s()),
         )
-        return min((bound for bound in bounds if bound is not None), default=IDLE_WAIT_S)
+        bound_s = min((duty for duty in duties if duty is not None), default=IDLE_WAIT_S)
+        if bound_s <= 0 or self._executor.await_transfer(outcome, bound_s):
+            return
+        look_s = self._executor.transfer_wait_s()
+        if look_s is None:
+            look_s = BLOCKED_WAIT_S if outcome.blocked else IDLE_WAIT_S
+        self._channel.wait(min(bound_s, look_s))
 
     @property
     def _over(self) -> bool:

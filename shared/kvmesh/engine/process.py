@@ -42,13 +42,13 @@ def engine_main(settings: WorkerSettings, endpoint: str, epoch: int) -> int:
     channel = FrontChannel(endpoint)
     try:
         try:
-            engine = Engine.build(settings, channel.send, epoch=epoch, clock=SystemClock())
+            engine = Engine.build(settings, channel, epoch=epoch, clock=SystemClock())
         except EngineBuildError as error:
             channel.send(EngineFailed(str(error)))
             return 1
         channel.send(engine.ready)
         try:
-            engine.loop(channel).run()
+            engine.loop().run()
         except Exception:
             # The last border: an iteration failed in a way that nobody can mend here. The front sees the process end,
             # fails its requests and says so; the log says why.

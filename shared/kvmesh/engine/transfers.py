@@ -11,29 +11,17 @@ from typing import NamedTuple
 
 from kvmesh.config import CacheTransceiverConfig
 from kvmesh.engine.sequence import Sequence
+from kvmesh.engine.waiting import LoopWaiter
 from kvmesh.net.clock import Clock
 from kvmesh.protocol.disagg import HandOff
 from kvmesh.protocol.errors import ApiError, bad_request
-from kvmesh.transceiver import TicketError, Transceiver, TransferFailure, TransferPoll, idle_wait_ms
+from kvmesh.transceiver import CANCEL_REPEAT_S, TicketError, Transceiver, TransferFailure, TransferPoll, idle_wait_ms
 
-__all__ = ["TransferDesk", "TransferEnd", "poll_pause_s"]
-
+__all__ = ["TransferDesk", "TransferEnd"]
 
 _FORBIDDEN = 403
-
-SHORTEST_PAUSE_S = 0.001
-"""The polling step of a transfer that has just begun."""
-LONGEST_PAUSE_S = 0.1
-PAUSE_SHARE = 0.05
-"""A pause is this share of the time since the last change: a transfer is noticed at most 5 % late, at little cost."""
-
-
-def poll_pause_s(quiet_s: float, bound_s: float) -> float:
-    """Pause between two looks at open transfers, ``quiet_s`` after anything changed; at most ``bound_s``.
-
-    The loop waits for requests during the pause, so a new one, an abort or a ping never waits for a transfer.
-    """
-    return min(max(SHORTEST_PAUSE_S, min(quiet_s * PAUSE_SHARE, LONGEST_PAUSE_S)), bound_s)
+_UNAVAILABLE = 503
+_RETRY_AFTER_S = 1
 
 
 class TransferEnd(NamedTuple):
@@ -44,25 +32,29 @@ class TransferEnd(NamedTuple):
 
 
 class TransferDesk:
-    """Starts, polls and cancels transfers. Single-threaded, never blocks unless asked to.
+    """Starts, polls and cancels transfers. Single-threaded; only :meth:`wait` waits.
 
     Args:
-        transceiver: moves the pages.
+        transceiver: moves the pages; its polls wait with ``waiter``.
         config: for the idle wait and for messages.
+        waiter: bounds those waits.
         clock: for time stamps.
     """
 
-    def __init__(self, transceiver: Transceiver, config: CacheTransceiverConfig, clock: Clock) -> None:
+    def __init__(
+        self, transceiver: Transceiver, config: CacheTransceiverConfig, waiter: LoopWaiter, clock: Clock
+    ) -> None:
         self.transceiver = transceiver
         self._config = config
+        self._waiter = waiter
         self._clock = clock
         self._receiving: dict[int, Sequence] = {}
         self._sending: dict[int, str] = {}
         """Outgoing transfer id -> request id, so that an abort after the hand-off finds it."""
         self._cancelling: set[int] = set()
         """Cancelled, but not drained yet: asked again in every sweep."""
-        self._changed_s = clock.monotonic_s()
-        """When a transfer last began or ended."""
+        self._ended: list[TransferEnd] = []
+        """Seen while waiting, for the next look."""
 
     @property
     def num_receiving(self) -> int:
@@ -75,11 +67,37 @@ class TransferDesk:
         return self.transceiver.has_tracked_transfers
 
     def idle_wait_s(self) -> float | None:
-        """How long an idle loop may wait before it looks at the tracked transfers again; None when there are none."""
+        """How long a loop without work may wait before it looks at the tracked transfers; None when there are none.
+
+        A transfer that progresses ends such a wait; the bound is for peers that say nothing.
+        """
         bound_ms = idle_wait_ms(self._config, tracked_transfers=self.is_tracking, busy=False)
         if bound_ms is None:
             return None
-        return poll_pause_s(self._clock.monotonic_s() - self._changed_s, bound_ms / 1e3)
+        if self._cancelling or self.transceiver.awaits_quiet:
+            return min(bound_ms / 1e3, CANCEL_REPEAT_S)
+        return bound_ms / 1e3
+
+    def wait(self, bound_s: float, *, blocked: bool) -> bool:
+        """Wait, ``bound_s`` at most, for a transfer that holds up everything else; what ends is for the next look.
+
+        Args:
+            bound_s: when the loop has something else to do.
+            blocked: sequences need pages that are in use.
+
+        Returns:
+            Whether there was such a transfer. It has not necessarily ended: any message, and any progress, ends the
+            wait.
+        """
+        with self._waiter.limited(bound_s):
+            if blocked and self._sending:
+                poll = self.transceiver.check_context_transfer_status(1)
+            elif self._receiving:
+                poll = self.transceiver.check_gen_transfer_status(1)
+            else:
+                return False
+        self._ended += self._settle(poll)
+        return True
 
     def knows(self, transfer_id: int) -> bool:
         """Whether a transfer with this id is open at this engine."""
@@ -104,7 +122,6 @@ class TransferDesk:
             lease.release()
             raise bad_request(f"The KV cache cannot be offered: {error}.", param="disaggregated_params") from error
         self._sending[seq.transfer_id] = seq.request_id
-        self._changed_s = self._clock.monotonic_s()
         return handoff
 
     def receive(self, seq: Sequence, first_missing_blocks: list[int]) -> None:
@@ -130,7 +147,6 @@ class TransferDesk:
             ) from error
         seq.timings.transfer_start_ns = self._clock.unix_ns()
         self._receiving[seq.transfer_id] = seq
-        self._changed_s = self._clock.monotonic_s()
 
     def decline(self, transfer_id: int, handoff: HandOff) -> None:
         """Let the context server have its pages back: nobody will ask for them here."""
@@ -142,15 +158,13 @@ class TransferDesk:
 
         Timeouts are swept first, so that an overdue transfer is cancelled even if nothing else happens.
         """
+        ends, self._ended = self._ended, []
         self._cancelling = {one for one in self._cancelling if not self.transceiver.cancel_request(one)}
         if not self.is_tracking:
-            return []
+            return ends
         overdue = self.transceiver.sweep_timeouts()
-        outgoing = self.transceiver.check_context_transfer_status(0)
-        incoming = self.transceiver.check_gen_transfer_status(0)
-        if overdue or any(outgoing) or any(incoming):
-            self._changed_s = self._clock.monotonic_s()
-        ends = self._settle(outgoing) + self._settle(incoming)
+        ends += self._settle(self.transceiver.check_context_transfer_status(0))
+        ends += self._settle(self.transceiver.check_gen_transfer_status(0))
         return ends + [end for transfer_id in overdue if (end := self._expire(transfer_id)) is not None]
 
     def cancel(self, transfer_id: int) -> None:
@@ -191,13 +205,14 @@ class TransferDesk:
             "send the request again.",
             type="service_unavailable_error",
             code="kv_transfer_timeout",
-            retry_after_s=1,
+            retry_after_s=_RETRY_AFTER_S,
         )
 
 
 def _failure(failure: TransferFailure) -> ApiError:
     kind = "permission_error" if failure.status == _FORBIDDEN else "service_unavailable_error"
-    return ApiError(failure.status, failure.message, type=kind, code=failure.code)
+    again_s = _RETRY_AFTER_S if failure.status == _UNAVAILABLE else None
+    return ApiError(failure.status, failure.message, type=kind, code=failure.code, retry_after_s=again_s)
 
 
 def _cancelled_by_peer() -> ApiError:
@@ -206,5 +221,5 @@ def _cancelled_by_peer() -> ApiError:
         "The context server cancelled the transfer of the KV cache; send the request again.",
         type="service_unavailable_error",
         code="kv_transfer_cancelled",
-        retry_after_s=1,
+        retry_after_s=_RETRY_AFTER_S,
     )

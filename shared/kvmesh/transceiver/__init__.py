@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from kvmesh.transceiver.factory import create_transceiver
 from kvmesh.transceiver.resolve import ServerFacts, TransceiverConfigError
+from kvmesh.transceiver.sessions import CANCEL_REPEAT_S
 from kvmesh.transceiver.table import DuplicateTransferError
 from kvmesh.transceiver.tickets import TicketError
 from kvmesh.transceiver.timing import idle_wait_ms
@@ -28,6 +29,7 @@ from kvmesh.transceiver.transceiver import Transceiver, TransceiverDeadError
 from kvmesh.transceiver.types import PageLease, PoolMemory, TransceiverStats, TransferFailure, TransferPoll
 
 __all__ = [
+    "CANCEL_REPEAT_S",
     "DuplicateTransferError",
     "PageLease",
     "PoolMemory",

@@ -61,7 +61,7 @@ def create_transceiver(
         clock: the time; the system's by default.
         facts: what else the server is; by default derived from ``pools``.
         environment: for the DEFAULT backend's selectors; the process's by default.
-        waiter: how polls wait; tests replace it together with the clock.
+        waiter: how polls wait, and who is told that a session has changed; by default they wait in real time.
         connect_timeout_s: bound of connection set-up.
 
     Returns:

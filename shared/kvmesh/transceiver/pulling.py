@@ -119,7 +119,7 @@ class Pulling:
             reason = "stopped"
         except (PlaneError, FaultInjectedError) as error:
             reason = str(error)
-        with self._table.changed:
+        with self._table.lock:
             session.busy = False
             if session.terminal:
                 self.acknowledge(session)
@@ -128,7 +128,7 @@ class Pulling:
             else:
                 self._apply(session, ReceiveEvent.MOVED)
                 self._complete(session)
-            self._table.changed.notify_all()
+            self._table.notify()
 
     def _complete(self, session: ReceiveSession) -> None:
         if session.status.state is not SessionState.KV_TRANSFERRED:

@@ -22,7 +22,6 @@ from kvmesh.transceiver.sessions import ReceiveSession
 from kvmesh.transceiver.states import ReceiveEvent, SessionState, next_receive_status
 from kvmesh.transceiver.table import SessionTable
 from kvmesh.transceiver.tickets import TicketError, check_ticket
-from kvmesh.transceiver.timing import GENERATION_POLL_STEP_S
 from kvmesh.transceiver.types import PageLease, PeerKey, TransferPoll
 
 __all__ = ["ReceiverSide"]
@@ -104,7 +103,6 @@ class ReceiverSide:
             at_least,
             self._engine.times.poll_s,
             lambda _poll, now_s: self._apply_deadlines(now_s, blocking=at_least > 0),
-            GENERATION_POLL_STEP_S,
         )
         self._maintain()
         return poll
@@ -146,7 +144,7 @@ class ReceiverSide:
                 peer = session.peer
                 if peer is not None and peer.instance_id == instance_id and peer.epoch <= epoch:
                     session.peer_may_write = False
-            self.table.changed.notify_all()
+            self.table.notify()
 
     # The control thread.
 
@@ -157,13 +155,14 @@ class ReceiverSide:
 
     def on_result(self, endpoint: str, result: TransferResult) -> None:
         """An owner says how a session stands."""
-        with self.table.changed:
+        with self.table.lock:
             session = self._find(endpoint, result.transfer_id, result.session)
             if session is None:
                 self.table.counters.dropped += 1
                 return
             session.peer_may_write = False
-            self.table.changed.notify_all()
+            if session.terminal:
+                self.table.notify()  # Its pages may be quiet now.
             granted = result.status in {"ready", "done"}
             if session.terminal:
                 if granted:
@@ -254,9 +253,8 @@ class ReceiverSide:
         session.deadline_s = session.started_s + self._engine.times.timeout_s
         session.asked = True
         session.peer_may_write = self._push
+        # Notifies: a poll that waits has to learn of the new deadline.
         self._apply(session, ReceiveEvent.ASKED)
-        # A poll that waits has to learn of the new deadline.
-        self.table.changed.notify_all()
 
     def _cancel(self, session: ReceiveSession, reason: str) -> None:
         session.control.stop()
@@ -297,8 +295,11 @@ class ReceiverSide:
                 due_s = min(due_s, session.deadline_s)
                 continue
             self.table.note_overdue(session)
-            timeout_s = self._engine.times.timeout_s
-            self._fail(session, 504, "transfer_timeout", f"the pages did not arrive within {timeout_s:g} s")
+            timeout_ms = round(self._engine.times.timeout_s * 1000)
+            late = (
+                f"The KV cache did not arrive within kv_transfer_timeout_ms ({timeout_ms} ms); send the request again."
+            )
+            self._fail(session, 503, "kv_transfer_timeout", late)
         return due_s
 
     def _maintain(self) -> None:

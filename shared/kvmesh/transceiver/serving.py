@@ -99,28 +99,28 @@ class Serving:
             self._served(session, sums)
 
     def _served(self, session: SendSession, sums: list[bytes]) -> None:
-        with self._table.changed:
+        with self._table.lock:
             session.busy = False
             # Even if it was cancelled meanwhile: the receiver, told that the pages are there, waits for them.
             if sums:
                 self.answer(session, "checksums", checksums=sums)
-            self._table.changed.notify_all()
+            self._table.notify()
 
     def _cancelled(self, session: SendSession) -> None:
-        with self._table.changed:
+        with self._table.lock:
             session.busy = False
             self.answer(session, "cancelled", message="the transfer was cancelled")
             self._apply(session, SendEvent.CANCEL)
             self._apply(session, SendEvent.FAIL, "cancelled")
-            self._table.changed.notify_all()
+            self._table.notify()
 
     def _fail(self, session: SendSession, reason: str) -> None:
-        with self._table.changed:
+        with self._table.lock:
             session.busy = False
             self.answer(session, "failed", message=reason)
             status = next_send_status(session.status, SendEvent.FAIL)
             self._table.fail(session, status, 502, "transfer_failed", reason)
-            self._table.changed.notify_all()
+            self._table.notify()
 
     def _apply(self, session: SendSession, event: SendEvent, reason: str = "") -> None:
         self._table.advance(session, next_send_status(session.status, event), reason)

@@ -95,12 +95,17 @@ class SessionTable(Generic[S]):
 
     def advance(self, session: S, status: Status, reason: str = "") -> None:
         """Set a session's status, as a transition function of ``states`` gave it."""
-        with self.changed:
+        with self.lock:
             before, session.status = session.status, status
             if before.state is SessionState.INIT and status.state is SessionState.READY:
                 self._record(session, "transferring")
+                self.notify()
             if status.terminal and not before.terminal:
                 self._ended(session, reason)
+
+    def notify(self) -> None:
+        """Wake the executor: a session has changed (under the lock)."""
+        self._engine.waiter.notify(self.changed)
 
     def fail(self, session: S, status: Status, http_status: int, code: str, message: str) -> None:
         """Set a session's status because of an error; a session that has ended keeps its end."""
@@ -114,32 +119,30 @@ class SessionTable(Generic[S]):
         at_least: int,
         wait_s: float,
         on_pass: Callable[[TransferPoll, float], float],
-        step_s: float | None = None,
     ) -> TransferPoll:
-        """What ended since the last poll.
+        """What ended since the last poll. A wait ends early when the waiter says that its thread is needed elsewhere.
 
         Args:
             at_least: how many sessions to wait for, clamped to those open; 0 does not wait.
             wait_s: bound of the whole wait.
             on_pass: called on each look with the poll so far and the time; applies deadlines and returns the time at
                 which the next one is due.
-            step_s: look at least this often.
         """
         poll = TransferPoll([], [], [], [])
         with self.changed:
             end_s = self._engine.clock.monotonic_s() + wait_s
             target = min(at_least, len(self.open))
+            undisturbed = True
             while True:
                 now_s = self._engine.clock.monotonic_s()
                 # Ended sessions are collected first: at the exact deadline an end that was seen wins.
                 self._collect(poll)
                 due_s = on_pass(poll, now_s)
                 self._collect(poll)
-                if poll.settled >= target or now_s >= end_s:
+                if poll.settled >= target or now_s >= end_s or not undisturbed:
                     self._release()
                     return poll
-                wake_s = min(end_s, due_s, now_s + step_s if step_s is not None else end_s)
-                self._engine.waiter.wait(self.changed, wake_s - now_s)
+                undisturbed = self._engine.waiter.wait(self.changed, min(end_s, due_s) - now_s)
 
     def sweep(self) -> list[int]:
         """Sessions that are overdue and were not swept before."""
@@ -212,7 +215,7 @@ class SessionTable(Generic[S]):
             counters.cancelled += 1
         self._record(session, outcome, reason=reason)
         self._on_ended(session)
-        self.changed.notify_all()
+        self.notify()
 
     def _record(
         self, session: S, state: TransferState, *, reason: str = "", deadline_unix_ms: int | None = None

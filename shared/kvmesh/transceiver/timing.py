@@ -10,7 +10,6 @@ from kvmesh.transceiver.resolve import TransceiverConfigError
 
 __all__ = [
     "CONNECT_TIMEOUT_S",
-    "GENERATION_POLL_STEP_S",
     "ConditionWaiter",
     "TransferTimes",
     "Waiter",
@@ -19,9 +18,6 @@ __all__ = [
 
 FALLBACK_MS: Final = 1000
 """Stands in for an unset slice, interval or timeout where a wait needs a bound."""
-
-GENERATION_POLL_STEP_S: Final = 0.001
-"""The generation side looks at its sessions at least this often while it waits."""
 
 CONNECT_TIMEOUT_S: Final = 10.0
 """Bound of connection set-up, which is not charged to any transfer."""
@@ -81,15 +77,27 @@ def idle_wait_ms(config: CacheTransceiverConfig, *, tracked_transfers: bool, bus
 
 
 class Waiter(Protocol):
-    """How a poll waits; replaced in tests together with the clock."""
+    """How a poll waits for the threads that change sessions. An executor brings its own, to hear of more than that."""
 
-    def wait(self, changed: threading.Condition, seconds: float) -> None:
-        """Wait until ``changed`` is notified or ``seconds`` have passed. The caller holds the condition's lock."""
+    def wait(self, changed: threading.Condition, seconds: float) -> bool:
+        """Wait until :meth:`notify` or for ``seconds``. The caller holds the lock of ``changed``, once.
+
+        Returns:
+            False when the caller's thread is needed elsewhere: the poll is to return with what it has.
+        """
+
+    def notify(self, changed: threading.Condition) -> None:
+        """A session has changed. Called on any thread, which holds the lock of ``changed``; must not block."""
 
 
 class ConditionWaiter:
-    """Waits in real time."""
+    """Waits in real time, for nothing but changes of sessions."""
 
-    def wait(self, changed: threading.Condition, seconds: float) -> None:
+    def wait(self, changed: threading.Condition, seconds: float) -> bool:
         """See :meth:`Waiter.wait`."""
         changed.wait(seconds)
+        return True
+
+    def notify(self, changed: threading.Condition) -> None:
+        """See :meth:`Waiter.notify`."""
+        changed.notify_all()

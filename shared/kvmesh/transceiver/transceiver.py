@@ -150,7 +150,7 @@ class Transceiver:
 
         Args:
             at_least: how many transfers to wait for (clamped to those open), for one
-                ``kv_transfer_sender_future_timeout_ms`` at most; 0 does not wait.
+                ``kv_transfer_sender_future_timeout_ms`` at most, or until the waiter is disturbed; 0 does not wait.
 
         Raises:
             TransceiverDeadError: transfers cannot go on.
@@ -189,7 +189,8 @@ class Transceiver:
 
         Args:
             at_least: how many transfers to wait for (clamped to those open), for one
-                ``kv_transfer_poll_interval_ms`` at most, failing those that pass their deadline; 0 does not wait.
+                ``kv_transfer_poll_interval_ms`` at most, or until the waiter is disturbed, failing those that pass
+                their deadline; 0 does not wait.
 
         Raises:
             TransceiverDeadError: transfers cannot go on.
@@ -230,6 +231,11 @@ class Transceiver:
         """Whether any lease is held here, so that an idle executor must not wait without bound."""
         tables = (self._sender.table, self._receiver.table)
         return any(len(table.open) + len(table.quarantine) > 0 for table in tables)
+
+    @property
+    def awaits_quiet(self) -> bool:
+        """Whether ended transfers still hold leases. Polls and sweeps remind their peers, once a second at most."""
+        return len(self._sender.table.quarantine) + len(self._receiver.table.quarantine) > 0
 
     def stats(self) -> TransceiverStats:
         """Gauges and counters."""

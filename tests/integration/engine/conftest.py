@@ -17,7 +17,7 @@ from kvmesh.cache.stats import CacheStats
 from kvmesh.config import CacheTransceiverConfig, KvCacheConfig, WorkerSettings
 from kvmesh.engine.build import Engine
 from kvmesh.net.clock import ManualClock, SystemClock
-from kvmesh.protocol.engine import FromEngine, Generate, RequestFailed, TokenBatch, TokenOutput
+from kvmesh.protocol.engine import FromEngine, Generate, RequestFailed, ToEngine, TokenBatch, TokenOutput
 from kvmesh.protocol.errors import unavailable
 from kvmesh.protocol.sampling import SamplingParams, TokenLogprob
 
@@ -105,16 +105,25 @@ class Answer:
 
 
 class EngineBench:
-    """One engine without a process: submit, step, read the answers."""
+    """One engine without a process, and the channel to it: submit, step, read the answers."""
 
     def __init__(self, settings: WorkerSettings, clock: SystemClock | ManualClock, epoch: int = 1) -> None:
         self.answers: dict[str, Answer] = {}
         self.messages: list[FromEngine] = []
-        self.engine = Engine.build(settings, self._take, epoch=epoch, clock=clock)
+        self.engine = Engine.build(settings, self, epoch=epoch, clock=clock)
         self.executor = self.engine.executor
         self.plans: list[Any] = []
 
-    def _take(self, message: FromEngine) -> None:
+    def wait(self, timeout_s: float) -> bool:
+        raise AssertionError("an engine that is stepped by hand never waits")
+
+    def receive(self) -> list[ToEngine]:
+        return []
+
+    def wake(self) -> None:
+        """Whoever steps looks anyway."""
+
+    def send(self, message: FromEngine) -> None:
         match message:
             case TokenBatch():
                 for output in message.outputs:

@@ -36,6 +36,8 @@ class ScriptedExecutor:
         self.has_unfinished_business = False
         self.transfer_wait: float | None = None
         self.deadline: float | None = None
+        self.awaited: list[tuple[bool, float]] | None = None
+        """What transfers were waited for: (blocked, bound); None while no transfer holds anything up."""
 
     def submit(self, request: Generate) -> None:
         self.calls.append(("submit", request.request_id))
@@ -52,6 +54,12 @@ class ScriptedExecutor:
     def step(self) -> StepOutcome:
         self.calls.append("step")
         return self.outcomes.pop(0) if self.outcomes else IDLE
+
+    def await_transfer(self, outcome: StepOutcome, bound_s: float) -> bool:
+        if self.awaited is None:
+            return False
+        self.awaited.append((outcome.blocked, bound_s))
+        return True
 
     def transfer_wait_s(self) -> float | None:
         return self.transfer_wait
@@ -71,7 +79,7 @@ class ScriptedReporter:
 
 
 class ScriptedChannel:
-    """Delivers the next batch of messages at each receive, moving the clock by the wait when there is none."""
+    """Delivers the next batch of messages at each receive; a wait moves the clock when there is none."""
 
     def __init__(self, clock: ManualClock, *batches: list[Any]) -> None:
         self.waits: list[float] = []
@@ -79,12 +87,14 @@ class ScriptedChannel:
         self._clock = clock
         self._batches = list(batches)
 
-    def receive(self, timeout_s: float) -> list[Any]:
+    def wait(self, timeout_s: float) -> bool:
         self.waits.append(timeout_s)
-        if self._batches:
-            return self._batches.pop(0)
-        self._clock.advance(timeout_s)
-        return []
+        if not self._batches:
+            self._clock.advance(timeout_s)
+        return bool(self._batches)
+
+    def receive(self) -> list[Any]:
+        return self._batches.pop(0) if self._batches else []
 
     def send(self, message: Any) -> None:
         self.sent.append(message)
@@ -115,19 +125,37 @@ def test_there_is_no_wait_while_there_is_work(build: Build) -> None:
     loop, executor, channel = build([], [], [], [Shutdown(0.0)])
     executor.outcomes = [StepOutcome(computed=True, blocked=False), StepOutcome(computed=True, blocked=True), IDLE]
     loop.run()
-    assert channel.waits == [IDLE_WAIT_S, 0.0, 0.0, IDLE_WAIT_S]
+    assert channel.waits == [IDLE_WAIT_S, IDLE_WAIT_S]  # before the first step, and after the last
 
 
 def test_an_idle_loop_waits_for_whatever_comes_first(build: Build) -> None:
-    loop, executor, _ = build()
-    assert loop.wait_s(IDLE) == IDLE_WAIT_S
+    loop, executor, channel = build()
+    blocked = StepOutcome(computed=False, blocked=True)
+    loop._wait(IDLE)
+    loop._wait(blocked)
     executor.deadline = 4.0
-    assert loop.wait_s(IDLE) == 4.0
+    loop._wait(IDLE)
+    # T19: with only tracked transfers left the wait is bounded by them, woken or not.
     executor.transfer_wait = 1.5
-    assert loop.wait_s(IDLE) == 1.5
-    assert loop.wait_s(StepOutcome(computed=False, blocked=True)) == BLOCKED_WAIT_S
+    loop._wait(IDLE)
+    loop._wait(blocked)
     loop._reporter.due = 0.001  # type: ignore[attr-defined]
-    assert loop.wait_s(IDLE) == 0.001
+    loop._wait(IDLE)
+    assert channel.waits == [IDLE_WAIT_S, BLOCKED_WAIT_S, 4.0, 1.5, 1.5, 0.001]
+
+
+def test_a_transfer_that_holds_up_everything_is_waited_for_as_such(build: Build) -> None:
+    loop, executor, channel = build()
+    executor.awaited = []
+    executor.transfer_wait = 1.5
+    loop._wait(IDLE)
+    executor.deadline = 0.5
+    loop._wait(StepOutcome(computed=False, blocked=True))
+    loop._wait(StepOutcome(computed=True, blocked=True))
+    executor.deadline = 0.0
+    loop._wait(IDLE)
+    assert executor.awaited == [(False, IDLE_WAIT_S), (True, 0.5)]
+    assert channel.waits == []
 
 
 def test_shutdown_drains_and_refuses_new_requests(build: Build) -> None:

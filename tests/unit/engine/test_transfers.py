@@ -12,7 +12,8 @@ from kvmesh.config import CacheTransceiverConfig
 from kvmesh.engine.sampler import Sampler
 from kvmesh.engine.sequence import Sequence
 from kvmesh.engine.tokens import TokenHistory
-from kvmesh.engine.transfers import TransferDesk, poll_pause_s
+from kvmesh.engine.transfers import TransferDesk
+from kvmesh.engine.waiting import LoopWaiter
 from kvmesh.net.clock import ManualClock
 from kvmesh.protocol.disagg import HandOff
 from kvmesh.protocol.errors import ApiError
@@ -33,6 +34,7 @@ class ScriptedTransceiver:
         self.undrained: set[int] = set()
         self.overdue: list[int] = []
         self.has_tracked_transfers = False
+        self.awaits_quiet = False
 
     def respond_and_send(self, transfer_id: int, request_id: str, lease: object, num_tokens: int, seed: int) -> bytes:
         self.calls.append(("send", transfer_id, num_tokens, seed))
@@ -87,7 +89,8 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def desk(transceiver: ScriptedTransceiver, clock: ManualClock) -> TransferDesk:
-    return TransferDesk(transceiver, CacheTransceiverConfig(kv_transfer_timeout_ms=2000), clock)  # type: ignore[arg-type]
+    config = CacheTransceiverConfig(kv_transfer_timeout_ms=2000)
+    return TransferDesk(transceiver, config, LoopWaiter(None, clock), clock)  # type: ignore[arg-type]
 
 
 def sequence(transfer_id: int, kind: Any = "generation") -> Sequence:
@@ -226,21 +229,44 @@ def test_sending_names_the_request_until_its_readers_are_done(
     assert desk.outgoing_of("r5") is None
 
 
-def test_idle_wait(desk: TransferDesk, transceiver: ScriptedTransceiver, clock: ManualClock) -> None:
+def test_idle_wait(desk: TransferDesk, transceiver: ScriptedTransceiver) -> None:
     assert desk.idle_wait_s() is None
     desk.receive(sequence(1), [0])
-    assert desk.idle_wait_s() == pytest.approx(0.001)
-    clock.advance(1.0)
-    assert desk.idle_wait_s() == pytest.approx(0.05)
-    clock.advance(60.0)
-    assert desk.idle_wait_s() == pytest.approx(0.1)
+    assert desk.idle_wait_s() == 2.0, "the smaller of poll interval and transfer timeout"
+    transceiver.undrained = {1}
+    desk.cancel(1)
+    assert desk.idle_wait_s() == 1.0, "a cancel is repeated once a second"
+    transceiver.undrained = set()
+    desk.look()
+    assert desk.idle_wait_s() == 2.0
+    transceiver.awaits_quiet = True
+    assert desk.idle_wait_s() == 1.0
 
 
-@pytest.mark.parametrize(
-    ("quiet_s", "bound_s", "pause_s"), [(0.0, 5.0, 0.001), (1.0, 5.0, 0.05), (100.0, 5.0, 0.1), (100.0, 0.03, 0.03)]
-)
-def test_poll_pause(quiet_s: float, bound_s: float, pause_s: float) -> None:
-    assert poll_pause_s(quiet_s, bound_s) == pytest.approx(pause_s)
+def test_a_prompt_on_its_way_is_waited_for(desk: TransferDesk, transceiver: ScriptedTransceiver) -> None:
+    assert not desk.wait(1.0, blocked=True), "there is nothing to wait for"
+    seq = sequence(1)
+    desk.receive(seq, [0])
+    transceiver.calls.clear()
+    transceiver.generation = TransferPoll([1], [], [], [])
+    assert desk.wait(1.0, blocked=False)
+    assert transceiver.calls == [("generation", 1)]
+    transceiver.has_tracked_transfers = False
+    assert desk.look() == [(seq, None)]
+    assert desk.look() == []
+
+
+def test_pages_that_are_being_sent_are_waited_for_when_somebody_needs_them(
+    desk: TransferDesk, transceiver: ScriptedTransceiver
+) -> None:
+    desk.send(sequence(5, "context"))
+    transceiver.calls.clear()
+    assert not desk.wait(1.0, blocked=False)
+    desk.receive(sequence(1), [0])
+    transceiver.context = TransferPoll([], [], [], [5])
+    assert desk.wait(1.0, blocked=True)
+    assert transceiver.calls == [("receive", 1, [0]), ("context", 1), ("cancel", 5)]
+    assert desk.outgoing_of("r5") is None
 
 
 def test_nothing_is_polled_while_nothing_is_tracked(desk: TransferDesk, transceiver: ScriptedTransceiver) -> None:

@@ -54,18 +54,26 @@ class FakeLease:
 
 
 class SteppingWaiter:
-    """Waits by moving the clock; runs ``between`` each time, in which a test may let something happen."""
+    """Waits by moving the clock, unless something is notified in ``between``, which a test may use for that."""
 
     def __init__(self, clock: ManualClock) -> None:
         self._clock = clock
         self.waits: list[float] = []
         self.between: Callable[[], None] = lambda: None
+        self.needed_elsewhere = False
+        self._notified = False
 
-    def wait(self, changed: threading.Condition, seconds: float) -> None:
+    def wait(self, changed: threading.Condition, seconds: float) -> bool:
         assert seconds > 0, "a wait of no length would spin"
         self.waits.append(seconds)
-        self._clock.advance(seconds)
+        self._notified = False
         self.between()
+        if not self._notified and not self.needed_elsewhere:
+            self._clock.advance(seconds)
+        return not self.needed_elsewhere
+
+    def notify(self, changed: threading.Condition) -> None:
+        self._notified = True
 
 
 class InlineWorkers:
