@@ -48,7 +48,7 @@ class TransferDesk:
         self._config = config
         self._waiter = waiter
         self._clock = clock
-        self._receiving: dict[int, Sequence] = {}
+        self._receiving: dict[int, tuple[Sequence, TransferSize]] = {}
         self._sending: dict[int, str] = {}
         """Outgoing transfer id -> request id, so that an abort after the hand-off finds it."""
         self._cancelling: set[int] = set()
@@ -134,7 +134,7 @@ class TransferDesk:
         assert seq.handoff is not None
         lease = seq.cache.hold(seq.history.prompt_length)
         try:
-            self.transceiver.request_and_receive(
+            size = self.transceiver.request_and_receive(
                 seq.transfer_id, seq.request_id, seq.handoff, lease, first_missing_blocks
             )
         except TicketError:
@@ -146,7 +146,7 @@ class TransferDesk:
                 f"The hand-off does not fit the request: {error}.", param="disaggregated_params", code="invalid_handoff"
             ) from error
         seq.timings.transfer_start_ns = self._clock.unix_ns()
-        self._receiving[seq.transfer_id] = seq
+        self._receiving[seq.transfer_id] = seq, size
 
     def decline(self, transfer_id: int, handoff: HandOff) -> None:
         """Let the context server have its pages back: nobody will ask for them here."""
@@ -192,10 +192,13 @@ class TransferDesk:
 
     def _end(self, transfer_id: int, error: ApiError | None) -> TransferEnd | None:
         self._sending.pop(transfer_id, None)
-        seq = self._receiving.pop(transfer_id, None)
-        if seq is None:
+        incoming = self._receiving.pop(transfer_id, None)
+        if incoming is None:
             return None  # An outgoing one, or cancelled here before: nobody waits for it.
+        seq, size = incoming
         seq.timings.transfer_end_ns = self._clock.unix_ns()
+        if error is None:
+            seq.timings.transfer_pages, seq.timings.transfer_bytes = size
         return TransferEnd(seq, error)
 
     def _timeout(self) -> ApiError:

@@ -26,7 +26,14 @@ from kvmesh.transceiver.table import DuplicateTransferError
 from kvmesh.transceiver.tickets import TicketError
 from kvmesh.transceiver.timing import idle_wait_ms
 from kvmesh.transceiver.transceiver import Transceiver, TransceiverDeadError
-from kvmesh.transceiver.types import PageLease, PoolMemory, TransceiverStats, TransferFailure, TransferPoll
+from kvmesh.transceiver.types import (
+    PageLease,
+    PoolMemory,
+    TransceiverStats,
+    TransferFailure,
+    TransferPoll,
+    TransferSize,
+)
 
 __all__ = [
     "CANCEL_REPEAT_S",
@@ -41,6 +48,7 @@ __all__ = [
     "TransceiverStats",
     "TransferFailure",
     "TransferPoll",
+    "TransferSize",
     "create_transceiver",
     "idle_wait_ms",
 ]

@@ -22,7 +22,7 @@ from kvmesh.transceiver.sessions import ReceiveSession
 from kvmesh.transceiver.states import ReceiveEvent, SessionState, next_receive_status
 from kvmesh.transceiver.table import SessionTable
 from kvmesh.transceiver.tickets import TicketError, check_ticket
-from kvmesh.transceiver.types import PageLease, PeerKey, TransferPoll
+from kvmesh.transceiver.types import PageLease, PeerKey, TransferPoll, TransferSize
 
 __all__ = ["ReceiverSide"]
 
@@ -46,8 +46,8 @@ class ReceiverSide:
 
     def open(
         self, transfer_id: int, request_id: str, handoff: HandOff, lease: PageLease, first_block: Sequence[int]
-    ) -> None:
-        """Ask the owner for the blocks from ``first_block[group]`` on, into the pages of ``lease``.
+    ) -> TransferSize:
+        """Ask the owner for the blocks from ``first_block[group]`` on, into the pages of ``lease``; returns how much.
 
         Raises:
             TicketError: 403, the hand-off was not signed in this cluster, has expired or is for something else.
@@ -89,10 +89,9 @@ class ReceiverSide:
             engine.plane.session_opened()
             if self._precancelled.take(transfer_id):
                 self._cancel(session, "cancelled before it was opened")
-                return
-            link = self.links.obtain(session.endpoint, peer)
-            if link.state is LinkState.UP:
+            elif self.links.obtain(session.endpoint, peer).state is LinkState.UP:
                 self._ask(session)
+        return TransferSize(session.num_pages, session.num_bytes)
 
     def poll(self, at_least: int) -> TransferPoll:
         """What ended since the last poll; waits one interval at most for ``at_least`` sessions.

@@ -35,7 +35,7 @@ from kvmesh.transceiver.receiver import ReceiverSide
 from kvmesh.transceiver.sender import SenderSide
 from kvmesh.transceiver.tickets import Signer
 from kvmesh.transceiver.timing import TransferTimes, Waiter
-from kvmesh.transceiver.types import PageLease, PeerKey, PoolMemory, TransceiverStats, TransferPoll
+from kvmesh.transceiver.types import PageLease, PeerKey, PoolMemory, TransceiverStats, TransferPoll, TransferSize
 from kvmesh.transceiver.workers import PeerWorkers
 
 __all__ = ["Transceiver", "TransceiverDeadError"]
@@ -167,7 +167,7 @@ class Transceiver:
         handoff: HandOff,
         lease: PageLease,
         first_missing_block_per_group: Sequence[int],
-    ) -> None:
+    ) -> TransferSize:
         """Ask for the pages of a prompt that are missing here, into the pages of ``lease``, which is kept meanwhile.
 
         Args:
@@ -177,12 +177,15 @@ class Transceiver:
             lease: pages for the whole prompt; released by the transceiver, exactly once.
             first_missing_block_per_group: for every layer group, how many blocks from the left are held already.
 
+        Returns:
+            What was asked for.
+
         Raises:
             TicketError: 403; the ticket is forged, expired or for another transfer. The lease stays the caller's.
             DuplicateTransferError: the transfer is open already. The lease stays the caller's.
             ValueError: the arguments do not fit together. The lease stays the caller's.
         """
-        self._receiver.open(transfer_id, request_id, handoff, lease, first_missing_block_per_group)
+        return self._receiver.open(transfer_id, request_id, handoff, lease, first_missing_block_per_group)
 
     def check_gen_transfer_status(self, at_least: int) -> TransferPoll:
         """What ended on the generation side since the last call; releases the leases of what is over.

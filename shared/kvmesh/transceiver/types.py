@@ -16,6 +16,7 @@ __all__ = [
     "TransceiverStats",
     "TransferFailure",
     "TransferPoll",
+    "TransferSize",
 ]
 
 PageIds = NDArray[np.int32]
@@ -80,6 +81,13 @@ class TransferPoll(NamedTuple):
     def settled(self) -> int:
         """How many transfers are reported."""
         return len(self.completed) + len(self.failed) + len(self.cancelled) + len(self.timed_out)
+
+
+class TransferSize(NamedTuple):
+    """How much a transfer moves."""
+
+    pages: int
+    nbytes: int
 
 
 class TransceiverStats(NamedTuple):

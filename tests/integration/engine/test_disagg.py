@@ -103,14 +103,19 @@ def test_only_missing_blocks_are_asked_for(pair: Pair, prompt: Make) -> None:
     once = pair.decode(first_id, tokens, first)
     moved = pair.generation.engine.reporter._statistics().transfer_pages_total
     assert moved == 8
+    page_bytes = pair.generation.engine.ready.page_bytes
+    assert (once.last.timings.transfer_pages, once.last.timings.transfer_bytes) == (8, 8 * page_bytes)
     # The same prompt again: everything is here, and nothing is moved.
     again_id, again = pair.prefill(tokens)
-    assert pair.decode(again_id, tokens, again).last.cached_tokens == 30
+    held = pair.decode(again_id, tokens, again)
+    assert held.last.cached_tokens == 30
+    assert (held.last.timings.transfer_pages, held.last.timings.transfer_bytes) == (0, 0)
     # Another ending: three of its eight blocks differ, and the one that begins alike is asked for whole.
     other = tokens[: 4 * 22] + prompt(8, seed=9)
     other_id, other_first = pair.prefill(other)
     decoded = pair.decode(other_id, other, other_first)
     assert decoded.last.cached_tokens == 20
+    assert decoded.last.timings.transfer_pages == 3
     stats = pair.generation.engine.reporter._statistics()
     assert stats.transfer_pages_total == moved + 3
     assert stats.transfer_pages_reused_total == 8 + 5

@@ -18,7 +18,7 @@ from kvmesh.net.clock import ManualClock
 from kvmesh.protocol.disagg import HandOff
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.sampling import SamplingParams
-from kvmesh.transceiver import TicketError, TransferFailure, TransferPoll
+from kvmesh.transceiver import TicketError, TransferFailure, TransferPoll, TransferSize
 
 HANDOFF = HandOff(ticket=b"t", control_endpoint="tcp://h:1", instance_id="c", epoch=1, layout_digest="d", seed=0)
 NOTHING = TransferPoll([], [], [], [])
@@ -43,9 +43,10 @@ class ScriptedTransceiver:
 
     def request_and_receive(
         self, transfer_id: int, request_id: str, handoff: HandOff, lease: object, first_missing: list[int]
-    ) -> None:
+    ) -> TransferSize:
         self.calls.append(("receive", transfer_id, first_missing))
         self.has_tracked_transfers = True
+        return TransferSize(3, 3 * 512)
 
     def check_context_transfer_status(self, at_least: int) -> TransferPoll:
         self.calls.append(("context", at_least))
@@ -117,16 +118,19 @@ def test_a_received_prompt_is_reported_once(desk: TransferDesk, transceiver: Scr
     assert desk.look() == []
     transceiver.generation = TransferPoll([1], [], [], [])
     assert desk.look() == [(seq, None)]
+    assert (seq.timings.transfer_pages, seq.timings.transfer_bytes) == (3, 1536)
     assert desk.num_receiving == 0
     assert desk.look() == []
 
 
 def test_failure_carries_the_transceiver_s_words(desk: TransferDesk, transceiver: ScriptedTransceiver) -> None:
-    desk.receive(sequence(1), [0])
+    seq = sequence(1)
+    desk.receive(seq, [0])
     transceiver.generation = TransferPoll([], [TransferFailure(1, 403, "ticket_expired", "too late")], [], [])
     [end] = desk.look()
     assert end.error is not None
     assert (end.error.status, end.error.code, end.error.message) == (403, "ticket_expired", "too late")
+    assert (seq.timings.transfer_pages, seq.timings.transfer_bytes) == (0, 0), "nothing has arrived"
 
 
 @pytest.mark.parametrize("seen_by", ["sweep", "poll"])
