@@ -149,7 +149,12 @@ class EngineReporter:
         stats.transfers_started_total = transfers.started_total
         stats.transfers_completed_total = transfers.completed_total
         stats.transfers_failed_total = transfers.failed_total
+        stats.transfers_cancelled_total = transfers.cancelled_total
         stats.transfers_timed_out_total = transfers.timed_out_total
+        stats.transfers_refused_total = transfers.refused_total
+        stats.transfer_links = transfers.links
+        stats.transfer_messages_dropped_total = transfers.dropped_messages_total
+        stats.ledger_dropped_total = transfers.ledger_dropped_total
         stats.transfer_bytes_total = transfers.bytes_moved_total
         stats.transfer_pages_total = transfers.pages_moved_total
         stats.transfer_pages_reused_total = transfers.pages_reused_total

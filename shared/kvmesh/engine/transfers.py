@@ -15,7 +15,15 @@ from kvmesh.engine.waiting import LoopWaiter
 from kvmesh.net.clock import Clock
 from kvmesh.protocol.disagg import HandOff
 from kvmesh.protocol.errors import ApiError, bad_request
-from kvmesh.transceiver import CANCEL_REPEAT_S, TicketError, Transceiver, TransferFailure, TransferPoll, idle_wait_ms
+from kvmesh.transceiver import (
+    CANCEL_REPEAT_S,
+    TicketError,
+    Transceiver,
+    TransferFailure,
+    TransferPoll,
+    TransferSize,
+    idle_wait_ms,
+)
 
 __all__ = ["TransferDesk", "TransferEnd"]
 

@@ -199,7 +199,14 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     transfers_started_total: int = 0
     transfers_completed_total: int = 0
     transfers_failed_total: int = 0
+    transfers_cancelled_total: int = 0
     transfers_timed_out_total: int = 0
+    transfers_refused_total: int = 0
+    """Tickets that were not accepted (forged, expired, foreign, replayed), and requests for pages not held any more."""
+    transfer_links: int = 0
+    """Engines that this one is paired with, as owner or receiver."""
+    transfer_messages_dropped_total: int = 0
+    ledger_dropped_total: int = 0
     transfer_bytes_total: int = 0
     transfer_pages_total: int = 0
     transfer_pages_reused_total: int = 0

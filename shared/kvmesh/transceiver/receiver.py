@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from kvmesh.net.faults import FaultInjectedError, fault_point
 from kvmesh.protocol.disagg import HandOff
-from kvmesh.protocol.transfer import CancelSession, HelloReply, Refused, RequestData, ResultAck, TransferResult
+from kvmesh.protocol.transfer import CancelSession, HelloReply, Refused, RequestData, ResultAck, Ticket, TransferResult
 from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.links import Link, Links, LinkState
 from kvmesh.transceiver.local import LocalEngine
@@ -55,11 +55,8 @@ class ReceiverSide:
             ValueError: the lease or ``first_block`` does not fit the hand-off.
         """
         engine = self._engine
-        ticket = engine.tickets.open_ticket(handoff.ticket)
-        check_ticket(ticket, transfer_id=transfer_id, now_unix_ms=engine.now_unix_ms())
+        ticket = self._accept(transfer_id, handoff)
         peer = PeerKey(ticket.owner_instance_id, ticket.owner_epoch)
-        if (handoff.control_endpoint, handoff.instance_id, handoff.epoch) != (ticket.control_endpoint, *peer):
-            raise TicketError("ticket_mismatch", f"the hand-off of transfer {transfer_id} is not what its ticket says")
         if len(first_block) != engine.num_groups:
             raise ValueError(f"first blocks of {len(first_block)} layer groups for a layout of {engine.num_groups}")
         pages = engine.leased_pages(lease, ticket.num_tokens)
@@ -128,11 +125,26 @@ class ReceiverSide:
         Raises:
             TicketError: 403, as in :meth:`open`.
         """
-        ticket = self._engine.tickets.open_ticket(handoff.ticket)
-        check_ticket(ticket, transfer_id=transfer_id, now_unix_ms=self._engine.now_unix_ms())
+        ticket = self._accept(transfer_id, handoff)
         with self.table.lock:
             self.links.obtain(ticket.control_endpoint, PeerKey(ticket.owner_instance_id, ticket.owner_epoch))
             self._engine.send(ticket.control_endpoint, CancelSession(transfer_id=transfer_id, ticket=handoff.ticket))
+
+    def _accept(self, transfer_id: int, handoff: HandOff) -> Ticket:
+        engine = self._engine
+        try:
+            ticket = engine.tickets.open_ticket(handoff.ticket)
+            check_ticket(ticket, transfer_id=transfer_id, now_unix_ms=engine.now_unix_ms())
+            said = (handoff.control_endpoint, handoff.instance_id, handoff.epoch)
+            if said != (ticket.control_endpoint, ticket.owner_instance_id, ticket.owner_epoch):
+                raise TicketError(
+                    "ticket_mismatch", f"the hand-off of transfer {transfer_id} is not what its ticket says"
+                )
+        except TicketError:
+            with self.table.lock:
+                self.table.counters.refused += 1
+            raise
+        return ticket
 
     def peer_dead(self, instance_id: str, epoch: int) -> None:
         """An owner is gone: ``epoch`` and older lives of it write no more, and answer nothing."""

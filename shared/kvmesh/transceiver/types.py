@@ -103,9 +103,11 @@ class TransceiverStats(NamedTuple):
     cancelled_total: int
     timed_out_total: int
     refused_total: int
-    """Requests for pages refused here: forged, expired, foreign, stale or replayed tickets."""
+    """Refused here: forged, expired, foreign, stale or replayed tickets, and requests for pages not held any more."""
     dropped_messages_total: int
     """Control messages that could not be sent or understood, and answers to older sessions."""
+    ledger_dropped_total: int
+    """Ledger entries lost because nobody drained them."""
     bytes_moved_total: int
     pages_moved_total: int
     pages_reused_total: int

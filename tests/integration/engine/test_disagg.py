@@ -188,6 +188,8 @@ def test_a_bad_hand_off_fails_only_its_request(
     failure = pair.generation.answers[request.request_id].failure
     assert (failure.status, failure.code) == (status, code)
     assert pair.generation.answers["bystander"].reason == "length"
+    refused = pair.generation.engine.reporter._statistics().transfers_refused_total
+    assert (refused > 0) is (status == 403), "forged and misused tickets are counted"
     pair.generation.check_idle()
 
 
@@ -202,6 +204,24 @@ def test_declined_pages_go_back_at_once(pair: Pair, prompt: Make) -> None:
     pair.generation.submit(pair.decode_request(transfer_id, tokens, first))
     pair.generation.executor.abort(f"g{transfer_id}")
     pair.check_idle()
+
+
+def test_a_replayed_ticket_is_counted(pair: Pair, prompt: Make) -> None:
+    tokens = prompt(9)
+    transfer_id, first = pair.prefill(tokens)
+    assert pair.decode(transfer_id, tokens, first).reason == "length"
+    pair.check_idle()
+    pair.generation.engine.manager.clear_reusable_blocks()
+    pair._next_id = transfer_id  # The same leg again, so that the transfer is open when its old ticket comes.
+    pair.prefill(tokens)
+    assert pair.decode(transfer_id, tokens, first).failure.code == "ticket_replayed"
+    owner = pair.context.engine.reporter._statistics()
+    receiver = pair.generation.engine.reporter._statistics()
+    assert (owner.transfers_refused_total, receiver.transfers_refused_total) == (1, 0)
+    assert (owner.transfer_links, receiver.transfer_links) == (1, 1)
+    pair.context.executor.abort(f"c{transfer_id}")
+    pair.check_idle()
+    assert pair.context.engine.reporter._statistics().transfers_cancelled_total == 1
 
 
 def test_abort_after_the_hand_off_frees_the_context_s_pages(pair: Pair, prompt: Make) -> None:

@@ -68,13 +68,14 @@ def test_messages_go_both_ways(make: Callable[[str], Recorder]) -> None:
     receiver.control.connect(owner.control.endpoint)
     for number in range(50):
         receiver.control.send(owner.control.endpoint, CancelSession(transfer_id=number))
-    assert receiver.next() == ("connected", owner.control.endpoint)
     for number in range(50):
         kind, route, message = owner.next()
         assert (kind, message.transfer_id) == ("message", number)
         assert route.startswith(b"receiver@")
-        kind, endpoint, answer = receiver.next()
-        assert (endpoint, answer.transfer_id) == (owner.control.endpoint, number)
+    heard = [receiver.next() for _ in range(51)]
+    heard.remove(("connected", owner.control.endpoint))  # Told by a socket of its own, sooner or later.
+    assert [answer[2].transfer_id for answer in heard] == list(range(50))
+    assert {answer[1] for answer in heard} == {owner.control.endpoint}
 
 
 def test_a_lost_owner_is_told_and_messages_to_nobody_are_counted(make: Callable[[str], Recorder]) -> None:
@@ -83,7 +84,7 @@ def test_a_lost_owner_is_told_and_messages_to_nobody_are_counted(make: Callable[
     receiver.control.connect(endpoint)
     receiver.control.send(endpoint, CancelSession(transfer_id=1))
     route = owner.next()[1]
-    assert [receiver.next()[0] for _ in range(2)] == ["connected", "message"]
+    assert sorted(receiver.next()[0] for _ in range(2)) == ["connected", "message"], "two sockets: in either order"
     receiver.control.disconnect(endpoint)
     receiver.control.send(endpoint, CancelSession(transfer_id=2))
     receiver.control.connect(endpoint)
@@ -91,7 +92,7 @@ def test_a_lost_owner_is_told_and_messages_to_nobody_are_counted(make: Callable[
     assert owner.next()[2].transfer_id == 3, "what is sent between is dropped"
     assert receiver.control.dropped_total == 1
     owner.control.send(route, CancelSession(transfer_id=4))
-    assert [receiver.next()[0] for _ in range(2)] == ["connected", "message"]
+    assert sorted(receiver.next()[0] for _ in range(2)) == ["connected", "message"], "two sockets: in either order"
     owner.control.close(WAIT_S)
     assert receiver.next() == ("disconnected", endpoint)
     assert owner.control.dropped_total == 1, "the former connection of a receiver is no route"

@@ -10,7 +10,7 @@ import pytest
 from kvmesh.cache.device import CpuDevice
 from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
 from kvmesh.config.cache_transceiver import CacheTransceiverConfig
-from kvmesh.transceiver import PoolMemory, ServerFacts, TransceiverConfigError, create_transceiver
+from kvmesh.transceiver import PoolMemory, ServerFacts, TransceiverConfigError, TransceiverStats, create_transceiver
 from kvmesh.transceiver.planes.nixl_agent import prepare_environment
 
 LAYOUT = PageLayout.build(
@@ -55,7 +55,7 @@ def test_the_transceiver_says_what_it_is_and_closes_twice(memory: PoolMemory, ba
     assert transceiver.check_gen_transfer_status(1) == ([], [], [], [])
     assert transceiver.sweep_timeouts() == []
     assert transceiver.cancel_request(5)
-    assert transceiver.stats() == (0,) * 14
+    assert transceiver.stats() == (0,) * len(TransceiverStats._fields)
     transceiver.shutdown()
     transceiver.shutdown()
 
