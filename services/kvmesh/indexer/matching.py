@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import anyio.lowlevel
 import msgspec
-import numpy as np
 import zmq
-import zmq.asyncio
 
-from kvmesh.hashing import salt_id
-from kvmesh.indexer.index import PrefixIndex
+from kvmesh.events.index import PrefixIndex
+from kvmesh.events.polling import readable, receive
+from kvmesh.hashing import as_token_ids
 from kvmesh.net.address import reachable_endpoint
 from kvmesh.protocol.match import MatchReply, MatchRequest
 from kvmesh.telemetry import get_logger
 
 __all__ = ["MatchServer"]
+
+ANSWERS_A_TURN = 32
+"""Questions answered before other tasks get a turn: under a millisecond."""
 
 _log = get_logger("indexer.match")
 
@@ -23,55 +26,70 @@ class MatchServer:
 
     Args:
         index: what is known.
-        endpoint: what to bind, e.g. ``tcp://127.0.0.1:8301``.
+        endpoint: what to bind, such as ``tcp://127.0.0.1:8301``.
     """
 
     def __init__(self, index: PrefixIndex, endpoint: str) -> None:
         self._index = index
         self._bind = endpoint
-        self._context: zmq.asyncio.Context | None = None
-        self._socket: zmq.asyncio.Socket | None = None
+        self._socket: zmq.Socket[bytes] | None = None
         self._decoder = msgspec.msgpack.Decoder(MatchRequest)
         self._encoder = msgspec.msgpack.Encoder()
         self.endpoint = endpoint
+        """What to connect to, once bound."""
+        self.answered_total = 0
         self.malformed_total = 0
 
-    def bind(self) -> None:
+    @property
+    def bound(self) -> bool:
+        """Whether questions can arrive."""
+        return self._socket is not None
+
+    def bind(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         """Bind the socket.
 
         Raises:
             OSError: the endpoint is taken.
         """
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.linger = 0
+        socket = context.socket(zmq.ROUTER)
+        socket.linger = 0
         try:
-            self._socket.bind(self._bind)
+            socket.bind(self._bind)
         except zmq.ZMQError as error:
-            self.close()
+            socket.close()
             raise OSError(error.errno, f"cannot bind the match service to {self._bind}: {error.strerror}") from error
-        self.endpoint = reachable_endpoint(self._bind, str(self._socket.get_string(zmq.LAST_ENDPOINT)))
+        self.endpoint = reachable_endpoint(self._bind, str(socket.get_string(zmq.LAST_ENDPOINT)))
+        self._socket = socket
 
     async def serve(self) -> None:
         """Answer until cancelled."""
-        assert self._socket is not None, "bind() comes first"
+        socket = self._socket
+        assert socket is not None, "bind() comes first"
         while True:
-            frames = await self._socket.recv_multipart()
-            try:
-                request = self._decoder.decode(frames[-1])
-                tokens = np.frombuffer(request.token_ids, dtype="<i4")
-            except (msgspec.DecodeError, ValueError) as error:
-                self.malformed_total += 1
-                _log.warning("malformed match request ignored", error=str(error))
-                continue
-            salt = None if request.cache_salt is None else salt_id(request.cache_salt)
-            matches = self._index.match(tokens, model=request.model, lora=request.lora_id, salt=salt)
-            reply = self._encoder.encode(MatchReply(id=request.id, matches=matches))
-            await self._socket.send_multipart([*frames[:-1], reply])
+            for _ in range(ANSWERS_A_TURN):
+                frames = receive(socket)
+                if frames is None:
+                    await readable(socket)
+                elif (reply := self._answer(frames[-1])) is not None:
+                    # A router that does not read its answers loses them; nobody waits for it.
+                    socket.send_multipart([*frames[:-1], reply], zmq.NOBLOCK)
+            await anyio.lowlevel.checkpoint()
 
     def close(self) -> None:
         """Close the socket; idempotent."""
-        self._socket = None
-        if self._context is not None:
-            self._context.destroy(linger=0)
-            self._context = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _answer(self, question: bytes) -> bytes | None:
+        try:
+            request = self._decoder.decode(question)
+            tokens = as_token_ids(request.token_ids)
+        except (msgspec.DecodeError, ValueError) as error:
+            self.malformed_total += 1
+            if self.malformed_total & (self.malformed_total - 1) == 0:
+                _log.warning("malformed match requests ignored", so_far=self.malformed_total, error=str(error))
+            return None
+        matches = self._index.match(tokens, model=request.model, lora=request.lora_id, cache_salt=request.cache_salt)
+        self.answered_total += 1
+        return self._encoder.encode(MatchReply(id=request.id, matches=matches))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvmesh.config import WorkerSettings
-from kvmesh.events.endpoints import check_port_ranges, rank_endpoint
+from kvmesh.config.event_ports import event_port_problems
+from kvmesh.events.endpoints import EndpointError, rank_endpoint
 from kvmesh.events.publisher import EventPublisher, NullPublisher, ZmqPublisher
 from kvmesh.events.sink import EventSink
 
@@ -63,7 +64,11 @@ def create_event_source(
     sink = EventSink(tokens_per_block, signed=settings.events.hash_sign == "signed")
     if config.publisher == "null":
         return EventSource(sink, NullPublisher())
-    check_port_ranges(config.endpoint, config.replay_endpoint, ranks_per_host=world_size, world_size=world_size)
+    problems = event_port_problems(
+        config.endpoint, config.replay_endpoint, ranks_per_host=world_size, world_size=world_size
+    )
+    if problems:
+        raise EndpointError("; ".join(problems))
     return EventSource(
         sink,
         ZmqPublisher(

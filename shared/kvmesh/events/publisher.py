@@ -18,6 +18,7 @@ import zmq
 
 from kvmesh.events.encoding import EventEncoding, encode_batch
 from kvmesh.net.address import reachable_endpoint
+from kvmesh.net.faults import fault_point
 from kvmesh.protocol.events import EventBatch, KvEvent
 from kvmesh.telemetry import get_logger
 
@@ -125,6 +126,7 @@ class ZmqPublisher:
         self._topic_model = topic_model
         self._hwm = hwm
         self._max_queue_size = max_queue_size
+        self._buffer_steps = buffer_steps
         self._rank = data_parallel_rank
         self._encoding: EventEncoding = encoding
         self._sequence = 0
@@ -158,7 +160,10 @@ class ZmqPublisher:
                 replay = context.socket(zmq.ROUTER)
                 sockets.append(replay)
                 replay.linger = 0
-                replay.sndtimeo = 1000  # a reader that asks and does not read must not hold up the stream
+                # A whole replay fits one reader's queue. Who asks again without reading is broken off, not waited for;
+                # without ROUTER_MANDATORY the rest would be thrown away and its end still promised.
+                replay.sndhwm = self._buffer_steps + 1
+                replay.router_mandatory = True
                 self.replay_endpoint = _bind(replay, self._bind_replay)
         except zmq.ZMQError as error:
             for socket in sockets:
@@ -231,6 +236,7 @@ class ZmqPublisher:
         topic = self.topic.encode()
         while self._queue and (until_s is None or time.monotonic() < until_s):
             sequence, batch = self._queue.popleft()
+            fault_point("events.before_send")
             payload = encode_batch(batch, self._encoding)
             try:
                 stream.send_multipart([topic, sequence.to_bytes(8, "big"), payload], zmq.NOBLOCK)
@@ -252,8 +258,8 @@ class ZmqPublisher:
         try:
             for sequence, payload in self._kept:
                 if sequence >= first:
-                    replay.send_multipart([client, b"", topic, sequence.to_bytes(8, "big"), payload])
-            replay.send_multipart([client, b"", b"", END_SEQUENCE, b""])
+                    replay.send_multipart([client, b"", topic, sequence.to_bytes(8, "big"), payload], zmq.NOBLOCK)
+            replay.send_multipart([client, b"", b"", END_SEQUENCE, b""], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             _log.warning("replay broken off: the reader does not read", error=str(error))
 

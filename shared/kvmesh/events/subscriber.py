@@ -1,238 +1,316 @@
-"""Follows one publisher: live stream, replay of what was missed, restarts; gives a sequence that can be applied.
+"""Follows one publisher: live stream, replay of what was missed, restarts; delivers what can be applied in order.
 
-The reader hears :class:`Reset` whenever what it knew about the publisher is worth nothing, and then everything that the
-publisher still keeps. Losses are never passed over in silence.
+The reader hears :class:`Reset` whenever what it knows of the publisher is void, and then everything that the publisher
+still keeps. Nothing is lost in silence.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator
-from types import TracebackType
-from typing import NamedTuple, Self
+from collections.abc import Callable
+from typing import NamedTuple, NoReturn
 
 import anyio
+import anyio.lowlevel
 import msgspec
 import zmq
-import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
+from zmq.utils.monitor import parse_monitor_message
 
-from kvmesh.events.decoding import DecodedBatch, PayloadError, decode_payload
+from kvmesh.events.decoding import BatchError, decode_batch
+from kvmesh.events.polling import readable, receive
+from kvmesh.events.records import RecordBatch
+from kvmesh.events.replay import KeptBatch, ReplayFailedError, ReplayRequest
 from kvmesh.events.tracking import Arrival, SequenceTracker
+from kvmesh.net.clock import Clock, SystemClock
 from kvmesh.telemetry import get_logger
 
-__all__ = ["Batch", "EventSubscriber", "Reset", "SubscriberStatistics"]
+__all__ = ["Batch", "Connected", "Deliver", "Disconnected", "EventSubscriber", "Reset", "SubscriberStatistics"]
 
-REPLAY_SILENCE_S = 2.0
-"""Longest pause between two messages of a replay; after it the replay counts as failed."""
-REPLAY_RETRY_S = 30.0
-"""After a failed replay the next is not tried sooner: a publisher without the service must not be asked at each gap."""
-_END = 2**64 - 1
+REPLAY_COOLDOWN_S = 30.0
+"""After a failed replay the next is not tried sooner: each costs its silence, during which the stream waits."""
+
+CONFIRM_AFTER_S = 0.5
+"""After a connection the publisher is asked once more: what it sent before it knew of the subscription is in neither
+the stream nor the first replay."""
+
+BURST_S = 0.001
+"""How long messages are worked off before other tasks get a turn."""
+
+STREAM_QUEUE = 10_000
+"""Live messages that wait here, during a replay for example; more of them wait at the publisher."""
+
+HEARTBEAT_MS = 5_000
+HEARTBEAT_TIMEOUT_MS = 15_000
+"""A publisher that vanished without a word (power, network) counts as disconnected after this."""
+
+_MONITORED = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 _log = get_logger("events.subscriber")
 
 
+class Batch(NamedTuple):
+    """Records to apply, in order."""
+
+    sequence: int
+    topic: str
+    records: RecordBatch
+    replayed: bool
+
+
 class Reset(NamedTuple):
-    """Everything known about this publisher is void."""
+    """Everything known of this publisher is void; what it still keeps follows."""
 
     reason: str
 
 
-class Batch(NamedTuple):
-    """Events to apply, in order."""
+class Disconnected(NamedTuple):
+    """The connection broke: the publisher may be gone."""
 
-    sequence: int
-    topic: str
-    decoded: DecodedBatch
+
+class Connected(NamedTuple):
+    """The connection stands, and what was missed meanwhile has been delivered."""
+
+
+Deliver = Callable[[Batch | Reset | Disconnected | Connected], None]
+"""Takes one item; runs on the event loop and must not block."""
 
 
 class SubscriberStatistics(msgspec.Struct):
     """What one subscription has been through."""
 
     batches_total: int = 0
+    events_total: int = 0
+    events_map_total: int = 0
+    events_array_total: int = 0
+    rejected_events_total: int = 0
+    """Events left out because they could not be used; their batches went on."""
+    unreadable_batches_total: int = 0
     duplicates_total: int = 0
     gaps_total: int = 0
     replays_total: int = 0
     replay_failures_total: int = 0
     restarts_total: int = 0
-    reconnections_total: int = 0
+    disconnections_total: int = 0
     resets_total: int = 0
-    unreadable_total: int = 0
 
 
 class EventSubscriber:
-    """An async context manager around one subscription; iterate :meth:`items`.
+    """One subscription; :meth:`run` it for as long as it is wanted.
 
     Args:
         endpoint: of the publisher's stream.
         replay_endpoint: of its replay service, None when it has none.
+        context: of the sockets; one a process is enough.
         topic: prefix to subscribe to.
+        clock: of the cooldown and the confirmation.
     """
 
-    def __init__(self, endpoint: str, replay_endpoint: str | None = None, topic: str = "") -> None:
-        self._endpoint = endpoint
-        self._replay_endpoint = replay_endpoint
-        self._topic = topic
-        self._context: zmq.asyncio.Context | None = None
-        self._stream: zmq.asyncio.Socket | None = None
-        self._monitor: zmq.asyncio.Socket | None = None
-        self._lost = False
-        self._tracker = SequenceTracker()
-        self._no_replay_before_s = 0.0
-        self.statistics = SubscriberStatistics()
-
-    async def __aenter__(self) -> Self:
-        """Connect; does not wait for the publisher."""
-        self._context = zmq.asyncio.Context()
-        self._stream = self._context.socket(zmq.SUB)
-        self._stream.set_hwm(0)
-        self._stream.linger = 0
-        monitored = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
-        self._monitor = self._stream.get_monitor_socket(monitored)
-        self._stream.connect(self._endpoint)
-        self._stream.subscribe(self._topic.encode())
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str | None,
+        *,
+        context: zmq.Context[zmq.Socket[bytes]],
+        topic: str = "",
+        clock: Clock | None = None,
     ) -> None:
-        """Disconnect."""
-        if self._stream is not None:
-            self._stream.disable_monitor()
-            self._stream.close()
-        if self._monitor is not None:
-            self._monitor.close()  # a context with an open socket never ends
-        if self._context is not None:
-            self._context.term()
+        self.endpoint = endpoint
+        self.replay_endpoint = replay_endpoint
+        self.connected = False
+        self.statistics = SubscriberStatistics()
+        self.rejected: dict[str, int] = {}
+        """Rejected events by reason."""
+        self._context = context
+        self._topic = topic
+        self._clock = clock or SystemClock()
+        self._tracker = SequenceTracker()
+        self._last_payload = b""
+        self._deliver: Deliver = _ignore
+        self._no_replay_before_s = 0.0
+        self._confirm_at_s: float | None = None
+        self._ever_connected = False
 
-    async def items(self) -> AsyncIterator[Reset | Batch]:
-        """What is to be applied, for ever. Begins with what the publisher still keeps."""
-        assert self._stream is not None, "items() needs the async with block"
-        async for kept in self._replayed(0):
-            yield kept
-        poller = zmq.asyncio.Poller()
-        poller.register(self._stream, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
-        while True:
-            ready = dict(await poller.poll())
-            # First the connection's story: what a new connection brings may be another life's.
-            if self._monitor in ready and await self._reconnected():
-                self._tracker.restart()
-                yield self._reset("the connection was lost and made again")
-                async for kept in self._replayed(0):
-                    yield kept
-            if self._stream not in ready:
-                continue
-            frames = await self._stream.recv_multipart()
-            if len(frames) != 3 or len(frames[1]) != 8:
-                self.statistics.unreadable_total += 1
-                continue
-            topic, number, payload = frames
-            sequence = int.from_bytes(number, "big")
-            async for item in self._live(sequence, topic, payload):
-                yield item
+    @property
+    def applied(self) -> int:
+        """Sequence number of the last batch delivered, -1 before the first."""
+        return self._tracker.applied
 
-    async def _reconnected(self) -> bool:
-        """Whether the connection was made again after a loss.
+    async def run(self, deliver: Deliver) -> NoReturn:
+        """Deliver for ever, beginning with what the publisher still keeps.
 
-        Sequence numbers alone cannot tell a publisher that has restarted and overtaken the old numbers meanwhile.
+        A publisher that is not there yet is waited for; one that goes away is connected to again.
+
+        Raises:
+            zmq.ZMQError: the endpoint is not one.
         """
-        assert self._monitor is not None
-        again = False
-        while await self._monitor.poll(0):
-            event = (await recv_monitor_message(self._monitor))["event"]
-            if event == zmq.EVENT_DISCONNECTED:
-                self._lost = True
-            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED and self._lost:
-                self._lost = False
-                again = True
-        self.statistics.reconnections_total += again
-        return again
-
-    async def _live(self, sequence: int, topic: bytes, payload: bytes) -> AsyncIterator[Reset | Batch]:
-        arrival = self._tracker.arrive(sequence)
-        if arrival is Arrival.RESTART:
-            self.statistics.restarts_total += 1
-            self._tracker.restart()
-            yield self._reset("the publisher counts anew")
-            async for kept in self._replayed(0):
-                yield kept
-            arrival = self._tracker.arrive(sequence)
-        if arrival is Arrival.GAP:
-            self.statistics.gaps_total += 1
-            async for item in self._close_gap(sequence):
-                yield item
-            arrival = Arrival.NEXT if sequence > self._tracker.applied else Arrival.DUPLICATE
-        if arrival is Arrival.DUPLICATE:
-            self.statistics.duplicates_total += 1
-        elif (live := self._batch(sequence, topic, payload)) is not None:
-            yield live
-
-    async def _close_gap(self, sequence: int) -> AsyncIterator[Reset | Batch]:
-        """Bring the index to just before ``sequence``; resets when the missing part is not to be had."""
-        first = self._tracker.applied + 1
-        replayed = [item async for item in self._replayed(first)]
-        if replayed and replayed[0].sequence == first and self._tracker.applied + 1 >= sequence:
-            for item in replayed:
-                yield item
-            return
-        if first == 0 and replayed:  # nothing was known, so nothing is lost: take what there is
-            for item in replayed:
-                yield item
-            return
-        yield self._reset(f"{sequence - first} batches are missing and cannot be replayed")
-        self._tracker.applied = -1
-        async for item in self._replayed(0):
-            yield item
-
-    async def _replayed(self, start: int) -> AsyncIterator[Batch]:
-        """What the publisher keeps from ``start`` on; nothing when it cannot be asked."""
-        if self._replay_endpoint is None or time.monotonic() < self._no_replay_before_s:
-            return
-        assert self._context is not None
-        self.statistics.replays_total += 1
-        socket = self._context.socket(zmq.DEALER)
-        socket.set_hwm(0)
-        socket.linger = 0
+        self._deliver = deliver
+        stream = self._context.socket(zmq.SUB)
+        monitor = stream.get_monitor_socket(_MONITORED)
         try:
-            socket.connect(self._replay_endpoint)
-            await socket.send_multipart([b"", start.to_bytes(8, "big")])
-            while (message := await self._replay_message(socket)) is not None:
-                sequence, topic, payload = message
-                if sequence == _END or not payload:
-                    return
-                if sequence > self._tracker.applied and (batch := self._batch(sequence, topic, payload)) is not None:
-                    yield batch
-            self.statistics.replay_failures_total += 1
-            self._no_replay_before_s = time.monotonic() + REPLAY_RETRY_S
-            _log.warning("replay failed", endpoint=self._replay_endpoint, start=start)
+            stream.linger = 0
+            stream.rcvhwm = STREAM_QUEUE
+            stream.heartbeat_ivl = HEARTBEAT_MS
+            stream.heartbeat_timeout = HEARTBEAT_TIMEOUT_MS
+            stream.reconnect_ivl_max = 1000
+            stream.subscribe(self._topic.encode())
+            stream.connect(self.endpoint)
+            await self._follow(stream, monitor)
         finally:
-            socket.close()
+            stream.disable_monitor()
+            monitor.close()
+            stream.close()
 
-    async def _replay_message(self, socket: zmq.asyncio.Socket) -> tuple[int, bytes, bytes] | None:
-        with anyio.move_on_after(REPLAY_SILENCE_S):
-            frames = await socket.recv_multipart()
-            if frames and not frames[0]:
-                frames = frames[1:]  # the delimiter
-            if len(frames) < 2:
-                return _END, b"", b""
-            # Engines before mid-2026 leave the topic out.
-            topic = frames[-3] if len(frames) > 2 else b""
-            return int.from_bytes(frames[-2], "big"), topic, frames[-1]
-        return None
+    async def _follow(self, stream: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> NoReturn:
+        turn_ends_s = self._clock.monotonic_s() + BURST_S
+        while True:
+            # The connection's story comes first: what a new connection brings may be another life's.
+            if (story := receive(monitor)) is not None:
+                await self._connection_changed(stream, int(parse_monitor_message(story)["event"]))
+            elif (frames := receive(stream)) is not None:
+                await self._take_live(frames)
+            else:
+                await self._idle(stream, monitor)
+            if self._clock.monotonic_s() >= turn_ends_s:
+                await anyio.lowlevel.checkpoint()
+                turn_ends_s = self._clock.monotonic_s() + BURST_S
 
-    def _batch(self, sequence: int, topic: bytes, payload: bytes) -> Batch | None:
-        self._tracker.apply(sequence)
+    async def _idle(self, *sockets: zmq.Socket[bytes]) -> None:
+        wait_s = None if self._confirm_at_s is None else max(0.0, self._confirm_at_s - self._clock.monotonic_s())
+        if not await readable(*sockets, timeout_s=wait_s):
+            self._confirm_at_s = None
+            await self._catch_up()
+
+    async def _connection_changed(self, stream: zmq.Socket[bytes], event: int) -> None:
+        if event == zmq.EVENT_DISCONNECTED:
+            if self.connected:
+                self.connected = False
+                self.statistics.disconnections_total += 1
+                self._deliver(Disconnected())
+            return
+        again, self._ever_connected = self._ever_connected, True
+        self._tracker.connect()
+        if self.replay_endpoint is not None:
+            if again:
+                # What has come so far may be of either life. The replay has all that this life keeps.
+                while receive(stream) is not None:
+                    self.statistics.duplicates_total += 1
+            self._no_replay_before_s = 0.0
+            if not await self._catch_up() and not self._tracker.knows_nothing:
+                self._reset("the connection was lost and the replay service does not answer")
+            self._confirm_at_s = self._clock.monotonic_s() + CONFIRM_AFTER_S
+        elif again:
+            self._reset("the connection was lost and nothing can be replayed")
+        self.connected = True
+        self._deliver(Connected())
+
+    async def _take_live(self, frames: list[bytes]) -> None:
+        if len(frames) != 3 or len(frames[1]) != 8:
+            self.statistics.unreadable_batches_total += 1
+            return
+        message = KeptBatch(int.from_bytes(frames[1], "big"), frames[0], frames[2])
+        arrival = self._tracker.arrive(message.sequence)
+        if arrival is Arrival.RESTART:
+            # Or a message that came twice, or late: a replay tells.
+            if not await self._catch_up():
+                self._restarted("the publisher counts anew")
+            self._tracker.see(message.sequence)
+        elif arrival is Arrival.GAP:
+            if not self._tracker.knows_nothing:
+                self.statistics.gaps_total += 1
+            await self._catch_up()
+            if self._tracker.judge(message.sequence) is Arrival.GAP and not self._tracker.knows_nothing:
+                self._lost_batches(message.sequence)  # there is no replay
+            self._tracker.see(message.sequence)
+        self._take(message, replayed=False)
+
+    async def _catch_up(self) -> bool:
+        """Deliver what the publisher keeps beyond what was applied; False when it cannot be asked or falls silent.
+
+        The last applied batch is asked for once more. If it comes back as it was, the publisher is the one that was
+        followed all along; sequence numbers alone cannot tell one that restarted and overtook the old numbers.
+        """
+        if self.replay_endpoint is None or self._clock.monotonic_s() < self._no_replay_before_s:
+            return False
+        self.statistics.replays_total += 1
+        start = max(self._tracker.applied, 0)
+        rebuilding = recognised = self._tracker.knows_nothing
         try:
-            decoded = decode_payload(payload)
-        except PayloadError as error:
-            self.statistics.unreadable_total += 1
-            _log.warning("unreadable batch left out", endpoint=self._endpoint, sequence=sequence, error=str(error))
-            return None
-        self.statistics.batches_total += 1
-        self.statistics.unreadable_total += decoded.unreadable
-        return Batch(sequence, topic.decode(errors="replace"), decoded)
+            async with ReplayRequest(self._context, self.replay_endpoint, start) as replay:
+                while (message := await replay.next()) is not None:
+                    if not recognised:
+                        recognised = True
+                        if message.sequence == start and message.payload == self._last_payload:
+                            continue
+                        if message.sequence == start:
+                            self._restarted("another life of the publisher has taken its numbers")
+                            break
+                    if not rebuilding and self._tracker.judge(message.sequence) is Arrival.GAP:
+                        self._lost_batches(message.sequence)
+                        break
+                    self._take(message, replayed=True)
+                    await anyio.lowlevel.checkpoint()
+                else:
+                    if recognised:
+                        return True
+                    self._restarted("the publisher has sent less than was heard of it")
+        except ReplayFailedError as error:
+            self.statistics.replay_failures_total += 1
+            self._no_replay_before_s = self._clock.monotonic_s() + REPLAY_COOLDOWN_S
+            _log.warning("replay failed", endpoint=self.replay_endpoint, start=start, error=str(error))
+            return False
+        return await self._catch_up()  # from nothing, so this recognises whatever comes
 
-    def _reset(self, reason: str) -> Reset:
+    def _take(self, message: KeptBatch, *, replayed: bool) -> None:
+        """Deliver one message, unless it has been."""
+        if self._tracker.judge(message.sequence) is Arrival.DUPLICATE:
+            self.statistics.duplicates_total += 1
+            return
+        try:
+            records = decode_batch(message.payload)
+        except BatchError as error:
+            self._unreadable(message.sequence, error)
+        else:
+            self._count(records)
+            self._deliver(Batch(message.sequence, message.topic.decode(errors="replace"), records, replayed))
+        self._tracker.apply(message.sequence)
+        self._last_payload = message.payload
+
+    def _unreadable(self, sequence: int, error: BatchError) -> None:
+        """What it said is lost, removals perhaps among it."""
+        self.statistics.unreadable_batches_total += 1
+        if _is_power_of_two(self.statistics.unreadable_batches_total):
+            _log.warning("unreadable batch", endpoint=self.endpoint, sequence=sequence, error=str(error))
+        if not self._tracker.knows_nothing:
+            self._reset("a batch was unreadable")
+
+    def _count(self, records: RecordBatch) -> None:
+        statistics = self.statistics
+        statistics.batches_total += 1
+        statistics.events_total += len(records.records)
+        statistics.events_map_total += records.dialects.get("map", 0)
+        statistics.events_array_total += records.dialects.get("array", 0)
+        for reason, count in records.rejected.items():
+            statistics.rejected_events_total += count
+            total = self.rejected[reason] = self.rejected.get(reason, 0) + count
+            if _is_power_of_two(total):
+                _log.warning("event left out", endpoint=self.endpoint, reason=reason, so_far=total)
+
+    def _lost_batches(self, sequence: int) -> None:
+        self._reset(f"{sequence - self._tracker.applied - 1} batches are missing and cannot be replayed")
+
+    def _restarted(self, reason: str) -> None:
+        self.statistics.restarts_total += 1
+        self._tracker.connect()
+        self._reset(reason)
+
+    def _reset(self, reason: str) -> None:
+        self._tracker.forget()
         self.statistics.resets_total += 1
-        return Reset(reason)
+        self._deliver(Reset(reason))
+
+
+def _ignore(_item: object) -> None:
+    """Stands in until :meth:`EventSubscriber.run`."""
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0

@@ -180,11 +180,13 @@ async def test_dump_workers_and_metrics(publisher: ZmqPublisher) -> None:
         await indexer.register("w", publisher)
         await indexer.until({"w": BLOCK}, 1)
         (dumped,) = await indexer.client.call("GET", f"{indexer.url}/dump?instance_id=w", Any)
-        assert dumped["blocks"][0]["scope"]["block_size"] == BLOCK
+        (held,) = dumped["blocks"]
+        assert (held["model"], held["block_size"], held["tier"], held["parent_hash"]) == ("m", BLOCK, "device", None)
         (worker,) = await indexer.client.call("GET", f"{indexer.url}/workers", Any)
-        assert worker["ranks"] == {"0": 1}
-        found = await indexer.post("/query_by_hash", {"model": "m", "seq_hashes": [dumped["blocks"][0]["seq_hash"]]})
-        assert found == [{"instance_id": "w", "dp_rank": 0, "matched_blocks": 1}]
+        assert (worker["blocks"], worker["connected"], worker["last_sequence"]) == (1, True, 0)
+        found = await indexer.post("/query_by_hash", {"model": "m", "seq_hashes": [held["seq_hash"], 7]})
+        tokens = {"longest_matched": BLOCK, "GPU": BLOCK, "CPU": BLOCK, "DISK": BLOCK, "DP": {"0": BLOCK}}
+        assert found == {"default": {"w": tokens}}
         async with indexer.client.open("GET", f"{indexer.url}/metrics") as response:
             assert "kvmesh_indexer_residencies 1.0" in await response.text()
 
@@ -193,9 +195,9 @@ async def test_dump_workers_and_metrics(publisher: ZmqPublisher) -> None:
     ("path", "body", "says"),
     [
         ("/register", {"endpoint": "udp://x", "instance_id": "w", "modelname": "m"}, "tcp://HOST:PORT"),
-        ("/register", {"endpoint": "tcp://x:1", "instance_id": "w", "modelname": "m", "tenant_id": "t"}, "supported"),
+        ("/register", {"endpoint": "tcp://x:1", "instance_id": "", "modelname": "m"}, "instance_id"),
         ("/register", {"instance_id": "w"}, "endpoint"),
-        ("/query", {"model": "m", "token_ids": [2**40]}, "31 bits"),
+        ("/query", {"model": "m", "token_ids": [2**40]}, "32 bits"),
     ],
 )
 async def test_bad_requests(path: str, body: Any, says: str) -> None:

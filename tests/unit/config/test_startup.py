@@ -298,7 +298,7 @@ class TestEventPorts:
     def test_overflow(self, publish: int, replay: int | None, world_size: int, overflow: bool) -> None:
         replay_endpoint = f"tcp://*:{replay}" if replay else None
         problems = event_port_problems(f"tcp://*:{publish}", replay_endpoint, world_size=world_size)
-        assert ["above 65535" in problem for problem in problems] == [True] * overflow
+        assert ["above the maximum port 65535" in problem for problem in problems] == [True] * overflow
 
     @pytest.mark.parametrize("endpoint", ["ipc:///tmp/a", "inproc://a", "tcp://127.0.0.1:*", "tcp://127.0.0.1:0"])
     def test_without_a_fixed_port_there_is_nothing_to_judge(self, endpoint: str) -> None:

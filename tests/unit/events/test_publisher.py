@@ -12,8 +12,9 @@ import pytest
 import zmq
 
 from kvmesh.events.encoding import encode_batch
-from kvmesh.events.endpoints import EndpointError, check_port_ranges, rank_endpoint
+from kvmesh.events.endpoints import EndpointError, rank_endpoint
 from kvmesh.events.publisher import NullPublisher, ZmqPublisher
+from kvmesh.net.faults import injected
 from kvmesh.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 
 LOOPBACK = "tcp://127.0.0.1:*"
@@ -170,17 +171,50 @@ def test_t11_life_cycle() -> None:
     assert threading.active_count() == threads
 
 
-def test_a_full_queue_leaves_a_hole() -> None:
-    publisher = ZmqPublisher(LOOPBACK, LOOPBACK, max_queue_size=2)
-    assert publisher.publish([stored(0)]) is False  # not started: nothing would ever send it
-    publisher.start()
-    try:
-        assert publisher.publish([stored(1)]) is True
-        drained(publisher, 1)
-        assert replay(publisher, 0) == [1, -1]
-        assert publisher.statistics().dropped_total == 1
-    finally:
-        publisher.shutdown()
+def test_a_full_queue_drops_the_batch_and_leaves_a_hole() -> None:
+    sending, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        sending.set()
+        assert go_on.wait(5)
+
+    with publishing(max_queue_size=2) as publisher:
+        with injected("events.before_send", hold):
+            assert publisher.publish([stored(0)])
+            assert sending.wait(5), "the thread holds batch 0; nothing leaves the queue"
+            assert publisher.publish([stored(1)])
+            assert publisher.publish([stored(2)])
+            assert not publisher.publish([stored(3)])
+            assert not publisher.publish([stored(4)])
+            assert publisher.statistics().queued == 2
+            go_on.set()
+            drained(publisher, 3)
+        assert publisher.publish([stored(5)])
+        drained(publisher, 4)
+        assert replay(publisher, 0) == [0, 1, 2, 5, -1]
+        assert publisher.statistics().dropped_total == 2
+
+
+def test_what_was_never_started_drops_everything() -> None:
+    publisher = ZmqPublisher(LOOPBACK)
+    assert not publisher.publish([stored(0)])
+    assert publisher.statistics().dropped_total == 1
+
+
+def test_a_long_replay_is_whole_though_the_reader_is_slow() -> None:
+    batches = 5000  # more than the sockets' own queues hold
+    with publishing(buffer_steps=batches) as publisher:
+        for number in range(batches):
+            publisher.publish([stored(number)])
+        drained(publisher, batches)
+        with reader(zmq.DEALER, publisher.replay_endpoint) as socket:
+            socket.send_multipart([b"", bytes(8)])
+            while publisher.statistics().replays_total < 1:
+                threading.Event().wait(0.01)
+            publisher.publish([stored(1)])
+            drained(publisher, batches + 1)  # the stream goes on before anything has been read
+            numbers = [int.from_bytes(socket.recv_multipart()[2], "big", signed=True) for _ in range(batches + 1)]
+        assert numbers == [*range(batches), -1]
 
 
 def test_an_empty_step_sends_nothing() -> None:
@@ -203,43 +237,6 @@ def test_null_publisher() -> None:
     assert publisher.publish([stored(1)]) is False
     assert publisher.statistics().published_total == 0
     publisher.shutdown()
-
-
-@pytest.mark.parametrize(
-    ("publish", "replay_port", "ranks", "overlaps"),
-    [
-        (5557, 5558, 2, True),
-        (5557, 5558, 1, False),
-        (5557, 5657, 2, False),
-        (5558, 5557, 2, True),
-        (5557, 5559, 2, False),
-        (5557, 5565, 8, False),
-    ],
-)
-def test_t12_overlap(publish: int, replay_port: int, ranks: int, overlaps: bool) -> None:
-    endpoints = (f"tcp://*:{publish}", f"tcp://*:{replay_port}")
-    if overlaps:
-        with pytest.raises(EndpointError, match="overlap"):
-            check_port_ranges(*endpoints, ranks_per_host=ranks, world_size=ranks)
-    else:
-        check_port_ranges(*endpoints, ranks_per_host=ranks, world_size=ranks)
-
-
-@pytest.mark.parametrize(
-    ("port", "world", "fits"), [(65535, 2, False), (65535, 1, True), (65534, 2, True), (65534, 3, False)]
-)
-def test_t12_overflow(port: int, world: int, fits: bool) -> None:
-    if fits:
-        check_port_ranges(f"tcp://*:{port}", None, ranks_per_host=1, world_size=world)
-    else:
-        with pytest.raises(EndpointError, match="above the maximum port 65535"):
-            check_port_ranges(f"tcp://*:{port}", None, ranks_per_host=1, world_size=world)
-        with pytest.raises(EndpointError, match="above the maximum port 65535"):
-            check_port_ranges("tcp://*:5557", f"tcp://*:{port}", ranks_per_host=1, world_size=world)
-
-
-def test_ipc_needs_no_ports() -> None:
-    check_port_ranges("ipc:///tmp/a", "tcp://*:5557", ranks_per_host=8, world_size=8)
 
 
 @pytest.mark.parametrize(

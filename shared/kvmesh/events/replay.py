@@ -1,0 +1,90 @@
+"""Asks a publisher for the batches that it still keeps, from a sequence number on."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import zmq
+
+from kvmesh.events.polling import readable, receive
+
+__all__ = ["END_SEQUENCE", "KeptBatch", "ReplayFailedError", "ReplayRequest"]
+
+END_SEQUENCE = 2**64 - 1
+"""Closes a replay; never the number of a batch."""
+
+REPLAY_SILENCE_S = 2.0
+"""Longest pause between two answers. A publisher answers between two sends, within 100 ms."""
+
+
+class ReplayFailedError(ConnectionError):
+    """The publisher fell silent before the end of its answer."""
+
+
+class KeptBatch(NamedTuple):
+    """One batch as it was published."""
+
+    sequence: int
+    topic: bytes
+    payload: bytes
+
+
+class ReplayRequest:
+    """One request on a connection of its own, so that a late answer is never taken for that to a later request.
+
+    Args:
+        context: of the socket.
+        endpoint: the publisher's replay service.
+        start: first sequence number wanted.
+        silence_s: longest pause between two answers.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, start: int, silence_s: float = REPLAY_SILENCE_S
+    ) -> None:
+        self._context = context
+        self._endpoint = endpoint
+        self._start = start
+        self._silence_s = silence_s
+        self._socket: zmq.Socket[bytes] | None = None
+
+    async def __aenter__(self) -> Self:
+        """Ask."""
+        socket = self._socket = self._context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.connect(self._endpoint)
+        socket.send_multipart([b"", self._start.to_bytes(8, "big")])
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Hang up."""
+        if self._socket is not None:
+            self._socket.close()
+
+    async def next(self) -> KeptBatch | None:
+        """The next kept batch; None at the end.
+
+        Raises:
+            ReplayFailedError: nothing came for ``silence_s``, or what came was no answer.
+        """
+        assert self._socket is not None, "next() is called inside the async with block"
+        while (frames := receive(self._socket)) is None:
+            if not await readable(self._socket, timeout_s=self._silence_s):
+                raise ReplayFailedError(f"{self._endpoint} was silent for {self._silence_s} s")
+        return _parse(frames)
+
+
+def _parse(frames: list[bytes]) -> KeptBatch | None:
+    """``[empty, topic, sequence, payload]``; older engines leave the topic out, some end with an empty frame."""
+    if frames and not frames[0]:
+        frames = frames[1:]
+    if not frames or not frames[-1]:
+        return None
+    if len(frames) < 2 or len(frames[-2]) != 8:
+        raise ReplayFailedError("the answer is not [topic, sequence, payload]")
+    sequence = int.from_bytes(frames[-2], "big")
+    topic = frames[-3] if len(frames) > 2 else b""
+    return None if sequence == END_SEQUENCE else KeptBatch(sequence, topic, frames[-1])
