@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from kvmesh.kernels import build, ops
+from kvmesh.kernels import build, layers, ops, pages
 from kvmesh.kernels.library import CUDA_LIBRARY, CudaLibrary
 
 pytestmark = pytest.mark.slow
 
 EMULATION = Path(__file__).with_name("cuda_emulation")
-OPERATIONS = ("rms_norm", "add_rms_norm", "silu_and_mul", "store_kv", "rope_store_kv", "paged_attention",
-              "gather_pages", "scatter_pages", "copy_pages")  # fmt: skip
+LAYER_OPERATIONS = ("rms_norm", "add_rms_norm", "silu_and_mul", "store_kv", "rope_store_kv", "paged_attention")
+PAGE_OPERATIONS = ("gather_pages", "scatter_pages", "copy_pages")
+OPERATIONS = dict.fromkeys(LAYER_OPERATIONS, layers) | dict.fromkeys(PAGE_OPERATIONS, pages)
 
 
-@pytest.mark.skipif(build.find_nvcc() is None, reason="nvcc is not installed")
 @pytest.mark.parametrize("source", build.cuda_sources(), ids=lambda path: path.name)
 def test_compiles_with_nvcc(source, tmp_path):
     build.compile_cuda_object(source, tmp_path / "object.o")
@@ -44,9 +44,9 @@ def emulated_library(tmp_path_factory: pytest.TempPathFactory) -> CudaLibrary:
 @pytest.fixture
 def emulated(emulated_library, monkeypatch) -> None:
     """Send the operations on CPU tensors to the emulated CUDA library."""
-    for name in OPERATIONS:
+    for name, module in OPERATIONS.items():
         kernel = emulated_library.kernel(name)
-        monkeypatch.setattr(ops, f"_{name}", lambda *arguments, kernel=kernel: kernel(*arguments, None))
+        monkeypatch.setattr(module, f"_{name}", lambda *arguments, kernel=kernel: kernel(*arguments, None))
 
 
 @pytest.mark.usefixtures("emulated")
@@ -87,7 +87,7 @@ def on_both(
     expected = call()
     kernel = library.kernel(name)
     with monkeypatch.context() as patch:
-        patch.setattr(ops, f"_{name}", lambda *arguments: kernel(*arguments, None))
+        patch.setattr(OPERATIONS[name], f"_{name}", lambda *arguments: kernel(*arguments, None))
         actual = call()
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-2 if a.dtype is torch.bfloat16 else 1e-6)

@@ -1,0 +1,125 @@
+"""Movement and checksums of whole pages, by raw address."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvmesh.kernels.checks import call_cuda, require
+from kvmesh.kernels.library import KernelError, check, load_cpu
+
+__all__ = ["PageIds", "checksum_pages", "copy_pages", "gather_pages", "scatter_pages"]
+
+PageIds = npt.NDArray[np.int32] | Tensor
+"""A numpy array where the pages are in host memory, a CUDA tensor (int32) where they are in GPU memory."""
+
+_cpu = load_cpu()
+_gather_pages = _cpu.kernel("gather_pages")
+_scatter_pages = _cpu.kernel("scatter_pages")
+_copy_pages = _cpu.kernel("copy_pages")
+_checksum_pages = _cpu.kernel("checksum_pages")
+
+
+def gather_pages(
+    dst_address: int, src_address: int, page_ids: PageIds, page_bytes: int, src_stride_bytes: int | None = None
+) -> None:
+    """Copy scattered pages into one contiguous run.
+
+    Args:
+        dst_address: Where page i of the run goes, at `i * page_bytes`.
+        src_address: Address of page 0 of the pool.
+        page_ids: int32 `[n]`, contiguous.
+        page_bytes: Bytes copied of each page.
+        src_stride_bytes: Distance between pages of the pool; `page_bytes` by default.
+
+    Raises:
+        KernelError: `page_bytes` is not positive, or `page_ids` is not a contiguous int32 array.
+    """
+    stride = page_bytes if src_stride_bytes is None else src_stride_bytes
+    arguments = (dst_address, src_address, _ids(page_ids), len(page_ids), page_bytes, stride)
+    if isinstance(page_ids, Tensor):
+        call_cuda("gather_pages", page_ids, arguments)
+    else:
+        check(_gather_pages(*arguments), "gather_pages")
+
+
+def scatter_pages(
+    dst_address: int, src_address: int, page_ids: PageIds, page_bytes: int, dst_stride_bytes: int | None = None
+) -> None:
+    """Copy one contiguous run into scattered pages; the inverse of `gather_pages`.
+
+    Args:
+        dst_address: Address of page 0 of the pool.
+        src_address: The run; its page i is at `i * page_bytes`.
+        page_ids: int32 `[n]`, contiguous, no page twice.
+        page_bytes: Bytes copied of each page.
+        dst_stride_bytes: Distance between pages of the pool; `page_bytes` by default.
+
+    Raises:
+        KernelError: `page_bytes` is not positive, or `page_ids` is not a contiguous int32 array.
+    """
+    stride = page_bytes if dst_stride_bytes is None else dst_stride_bytes
+    arguments = (dst_address, src_address, _ids(page_ids), len(page_ids), page_bytes, stride)
+    if isinstance(page_ids, Tensor):
+        call_cuda("scatter_pages", page_ids, arguments)
+    else:
+        check(_scatter_pages(*arguments), "scatter_pages")
+
+
+def copy_pages(dst_base: int, dst_ids: PageIds, src_base: int, src_ids: PageIds, page_bytes: int) -> None:
+    """Copy page `src_ids[i]` of one pool to page `dst_ids[i]` of another (or the same) pool.
+
+    Pages are copied in no particular order: a page must not be both source and destination.
+
+    Args:
+        dst_base: Address of page 0 of the destination pool.
+        dst_ids: int32 `[n]`, contiguous.
+        src_base: Address of page 0 of the source pool.
+        src_ids: int32 `[n]`, contiguous.
+        page_bytes: Bytes of a page, in both pools.
+
+    Raises:
+        KernelError: The id arrays differ in length or are not contiguous int32 arrays.
+    """
+    require(len(dst_ids) == len(src_ids), "copy_pages", "dst_ids and src_ids differ in length")
+    arguments = (dst_base, _ids(dst_ids), src_base, _ids(src_ids), len(src_ids), page_bytes)
+    if isinstance(src_ids, Tensor):
+        call_cuda("copy_pages", src_ids, arguments)
+    else:
+        check(_copy_pages(*arguments), "copy_pages")
+
+
+def checksum_pages(
+    base: int, page_ids: npt.NDArray[np.int32], page_bytes: int, stride_bytes: int | None = None
+) -> npt.NDArray[np.uint64]:
+    """Return XXH3-64 (seed 0) of the bytes of each page in host memory: fast, not cryptographic.
+
+    Args:
+        base: Address of page 0 of the pool.
+        page_ids: int32 `[n]`, contiguous.
+        page_bytes: Bytes of each page that count.
+        stride_bytes: Distance between pages; `page_bytes` by default.
+
+    Returns:
+        uint64 `[n]`.
+
+    Raises:
+        KernelError: `page_bytes` is not positive, or `page_ids` is not a contiguous int32 array.
+    """
+    sums = np.empty(page_ids.size, dtype=np.uint64)
+    stride = page_bytes if stride_bytes is None else stride_bytes
+    check(_checksum_pages(sums.ctypes.data, base, _ids(page_ids), len(page_ids), page_bytes, stride), "checksum_pages")
+    return sums
+
+
+def _ids(page_ids: PageIds) -> int:
+    """Return the address of page ids, having checked their type."""
+    if isinstance(page_ids, Tensor):
+        if page_ids.dtype is torch.int32 and page_ids.is_contiguous() and page_ids.is_cuda:
+            return page_ids.data_ptr()
+    elif page_ids.dtype == np.int32 and page_ids.flags.c_contiguous:
+        return page_ids.ctypes.data
+    msg = f"page ids must be a contiguous int32 array (or CUDA tensor), not {page_ids.dtype}"
+    raise KernelError(msg)
