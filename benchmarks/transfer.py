@@ -98,6 +98,7 @@ class Engine:
             epoch=1,
             cluster_secret=b"benchmark",
             digest=self.layout.digest("benchmark"),
+            summary=self.layout.summary(),
             plane=plane,  # type: ignore[arg-type]
             checksums=checksums,
         )

@@ -12,7 +12,6 @@ Inside a page every layer has its K buffer, then its V buffer, each a contiguous
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -190,13 +189,17 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
                 return group
         raise KeyError(f"no layer group holds layer {layer}")
 
-    def digest(self, model_id: str, extra: Mapping[str, str | int] | None = None) -> str:
-        """Hex SHA-256 of everything that two servers must agree on: this layout, the model and ``extra`` facts."""
-        facts = {"layout": self, "model": model_id, "extra": dict(sorted((extra or {}).items()))}
+    def digest(self, model_id: str) -> str:
+        """Hex SHA-256 of everything that two servers must agree on: this layout and the model.
+
+        Args:
+            model_id: the same for the same weights only, such as :func:`kvmesh.models.checkpoint.fingerprint`.
+        """
+        facts = {"layout": self, "model": model_id}
         return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()
 
     def summary(self) -> str:
-        """One readable line of what :meth:`digest` covers, for the message of a refused pairing."""
+        """One readable line of this layout, for the message of a refused pairing."""
         groups = "; ".join(
             f"group {group.group_id}: {len(group.layers)} {group.kind} layers, "
             f"window {'full' if group.window is None else group.window}, "

@@ -31,6 +31,7 @@ from kvmesh.events.endpoints import EndpointError
 from kvmesh.events.factory import EventSource, create_event_source
 from kvmesh.kernels import ops
 from kvmesh.models.base import CausalLM, KvPools
+from kvmesh.models.checkpoint import fingerprint
 from kvmesh.models.errors import ModelError
 from kvmesh.models.registry import load_model
 from kvmesh.models.store import ModelSource, resolve_model
@@ -55,6 +56,9 @@ _START_ERRORS = (
     TransceiverConfigError,
     zmq.ZMQError,
 )
+
+FINGERPRINT_SHOWN = 12
+"""Hex digits of a checkpoint's fingerprint in messages for people; compared is the whole."""
 
 _log = get_logger("engine.build")
 
@@ -142,9 +146,19 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
         CacheSettings.from_config(settings.kv_cache_config),
         events.sink,
     )
-    digest = layout.digest(source.name)
+    # By content: the same file may have many names, and the same name many fine-tunes.
+    content = fingerprint(source.path)
+    digest = layout.digest(content)
     waiter = LoopWaiter(channel, clock)
-    transceiver = _transceiver(settings, manager, digest, epoch, waiter, clock)
+    transceiver = _transceiver(
+        settings,
+        manager,
+        digest=digest,
+        summary=f"model {source.name} with content {content[:FINGERPRINT_SHOWN]}, {layout.summary()}",
+        epoch=epoch,
+        waiter=waiter,
+        clock=clock,
+    )
     events.start()
 
     limits = _limits(settings, model, manager, transfers=transceiver is not None)
@@ -229,7 +243,14 @@ def _check(settings: WorkerSettings, model: CausalLM) -> None:
 
 
 def _transceiver(
-    settings: WorkerSettings, manager: KvCacheManager, digest: str, epoch: int, waiter: LoopWaiter, clock: Clock
+    settings: WorkerSettings,
+    manager: KvCacheManager,
+    *,
+    digest: str,
+    summary: str,
+    epoch: int,
+    waiter: LoopWaiter,
+    clock: Clock,
 ) -> Transceiver | None:
     pools = [
         PoolMemory(
@@ -253,6 +274,7 @@ def _transceiver(
         plane=settings.transfer_plane,
         checksums=settings.transfer_checksums,
         digest=digest,
+        summary=summary,
         clock=clock,
         waiter=waiter,
     )

@@ -39,6 +39,7 @@ def create_transceiver(
     plane: PlaneChoice = "auto",
     checksums: bool = True,
     digest: str,
+    summary: str,
     clock: Clock | None = None,
     facts: ServerFacts | None = None,
     environment: Mapping[str, str] | None = None,
@@ -58,6 +59,7 @@ def create_transceiver(
         plane: which way the built-in plane takes.
         checksums: whether pages are checked on arrival.
         digest: what must be equal at a peer (:meth:`PageLayout.digest`).
+        summary: what it covers, for the sentence that says why two engines do not pair.
         clock: the time; the system's by default.
         facts: what else the server is; by default derived from ``pools``.
         environment: for the DEFAULT backend's selectors; the process's by default.
@@ -95,6 +97,7 @@ def create_transceiver(
         key=PeerKey(instance_id, epoch),
         layout=layout,
         digest=digest,
+        summary=summary,
         pools=pools,
         plane=data_plane,
         cluster_secret=cluster_secret,

@@ -38,9 +38,9 @@ def pairing_obstacle(mine: Introduction, peer: Hello | HelloReply) -> str | None
         )
     if peer.layout_digest != mine.layout_digest:
         return (
-            f"cache layout differs: {peer.instance_id} has {peer.layout_digest[:16]} ({peer.layout_summary}), "
+            f"model or cache layout differs: {peer.instance_id} has {peer.layout_digest[:16]} ({peer.layout_summary}), "
             f"{me} has {mine.layout_digest[:16]} ({mine.layout_summary}); "
-            "serve the same model with the same dtype and tokens_per_block on both"
+            "serve the same checkpoint with the same dtype and tokens_per_block on both"
         )
     return None
 

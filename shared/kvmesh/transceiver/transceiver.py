@@ -56,6 +56,7 @@ class Transceiver:
         key: PeerKey,
         layout: PageLayout,
         digest: str,
+        summary: str,
         pools: Sequence[PoolMemory],
         plane: DataPlane,
         cluster_secret: bytes,
@@ -71,7 +72,7 @@ class Transceiver:
         self._ledger = Ledger(key, clock)
         self._workers = PeerWorkers("kvmesh-transfer")
         pool_of_group = [group.pool for group in layout.groups]
-        self._introduction = Introduction(key, plane.name, digest, layout.summary())
+        self._introduction = Introduction(key, plane.name, digest, summary)
         engine = LocalEngine(
             key=key,
             pools=pools,

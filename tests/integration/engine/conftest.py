@@ -37,8 +37,19 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random two-layer Llama with logits wide enough that its greedy choices are no coin tosses."""
+    return write_model(tmp_path_factory.mktemp("tiny-llama"), seed=11)
+
+
+@pytest.fixture(scope="session")
+def retrained_model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """Other weights under the same name."""
+    directory = tmp_path_factory.mktemp("retrained") / tiny_model.name
+    directory.mkdir()
+    return write_model(directory, seed=12)
+
+
+def write_model(directory: Path, seed: int) -> Path:
     hidden, ffn, heads, kv_heads, layers = 32, 64, 4, 2, 2
-    directory = tmp_path_factory.mktemp("tiny-llama")
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -58,7 +69,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "hidden_act": "silu",
     }
     (directory / "config.json").write_text(json.dumps(config))
-    generator = torch.Generator().manual_seed(11)
+    generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
         return torch.randn(rows, columns, generator=generator) * scale / columns**0.5

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from kvmesh.models.checkpoint import fingerprint
 from kvmesh.protocol.disagg import HandOff
 from kvmesh.protocol.engine import Generate, LedgerUpdate
 
@@ -206,19 +209,47 @@ def test_declined_pages_go_back_at_once(pair: Pair, prompt: Make) -> None:
     pair.check_idle()
 
 
-def test_a_replayed_ticket_is_counted(pair: Pair, prompt: Make) -> None:
+def test_other_weights_under_the_same_name_do_not_pair(
+    make_engine: Make, prompt: Make, request_of: Make, retrained_model: Path, tiny_model: Path
+) -> None:
+    pair = Pair(make_engine, request_of, context={"model": str(retrained_model)})
+    tokens = prompt(9)
+    transfer_id, first = pair.prefill(tokens)
+    failure = pair.decode(transfer_id, tokens, first).failure
+    assert (failure.status, failure.code) == (503, "pairing_refused")
+    contents = [fingerprint(path)[:12] for path in (tiny_model, retrained_model)]
+    assert contents[0] != contents[1]
+    for content in contents:
+        assert f"model {tiny_model.name} with content {content}" in failure.message
+    pair.context.executor.abort(f"c{transfer_id}")
+    pair.check_idle()
+
+
+def test_a_copy_under_another_name_pairs(
+    make_engine: Make, prompt: Make, request_of: Make, tiny_model: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(tiny_model, tmp_path / "another-name")
+    pair = Pair(make_engine, request_of, context={"model": str(copy)})
+    tokens = prompt(9)
+    transfer_id, first = pair.prefill(tokens)
+    assert pair.decode(transfer_id, tokens, first).reason == "length"
+
+
+def test_a_replayed_ticket_is_counted(pair: Pair, prompt: Make, request_of: Make) -> None:
     tokens = prompt(9)
     transfer_id, first = pair.prefill(tokens)
     assert pair.decode(transfer_id, tokens, first).reason == "length"
     pair.check_idle()
-    pair.generation.engine.manager.clear_reusable_blocks()
-    pair._next_id = transfer_id  # The same leg again, so that the transfer is open when its old ticket comes.
-    pair.prefill(tokens)
-    assert pair.decode(transfer_id, tokens, first).failure.code == "ticket_replayed"
+    replay = msgspec.structs.replace(pair.decode_request(transfer_id, tokens, first), request_id="replay")
+    pair.generation.submit(replay)
+    pair.until(lambda: pair.generation.answers["replay"].over)
+    assert pair.generation.answers["replay"].failure.code == "ticket_replayed"
     owner = pair.context.engine.reporter._statistics()
     receiver = pair.generation.engine.reporter._statistics()
     assert (owner.transfers_refused_total, receiver.transfers_refused_total) == (1, 0)
     assert (owner.transfer_links, receiver.transfer_links) == (1, 1)
+    pair.check_idle()
+    transfer_id, _ = pair.prefill(tokens)
     pair.context.executor.abort(f"c{transfer_id}")
     pair.check_idle()
     assert pair.context.engine.reporter._statistics().transfers_cancelled_total == 1

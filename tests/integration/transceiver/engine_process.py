@@ -84,6 +84,7 @@ class EngineProcess:
             epoch=1,
             cluster_secret=b"a secret of these tests",
             digest=self.layout.digest("a model"),
+            summary=self.layout.summary(),
             plane=plane,  # type: ignore[arg-type]
             checksums=checksums,
             connect_timeout_s=connect_timeout_s,

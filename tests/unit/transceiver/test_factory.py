@@ -35,6 +35,7 @@ def create(memory: PoolMemory, backend: str | None = "DEFAULT", fields: dict[str
         "epoch": 1,
         "cluster_secret": b"secret",
         "digest": LAYOUT.digest("m"),
+        "summary": LAYOUT.summary(),
         "environment": {},
     }
     config = CacheTransceiverConfig(backend=backend, **(fields or {}))  # type: ignore[arg-type]

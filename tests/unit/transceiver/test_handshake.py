@@ -18,7 +18,7 @@ def test_equal_engines_pair() -> None:
 def test_another_layout_is_refused_naming_both() -> None:
     sentence = handshake("a").obstacle(handshake("b", digest="2" * 64).hello())
     assert sentence is not None
-    for part in ("cache layout differs", "1" * 16, "2" * 16, "layout of a", "layout of b"):
+    for part in ("model or cache layout differs", "1" * 16, "2" * 16, "layout of a", "layout of b"):
         assert part in sentence
 
 
