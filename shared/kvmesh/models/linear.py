@@ -7,10 +7,7 @@ from torch import Tensor
 
 from kvmesh.kernels import ops
 
-__all__ = ["QUANTIZED_MAX_ROWS", "Linear"]
-
-QUANTIZED_MAX_ROWS = {"avx512": 64, "avx2": 16}.get(ops.cpu_level(), 8)
-"""Rows up to which the blocks are at least as fast as a float32 GEMM, measured on matrices of 576 to 3072 rows."""
+__all__ = ["Linear"]
 
 
 class Linear:
@@ -26,12 +23,13 @@ class Linear:
         quantized: the same matrix in quantised blocks, or None.
     """
 
-    __slots__ = ("_bias", "_quantized", "_weight_t")
+    __slots__ = ("_bias", "_max_rows", "_quantized", "_weight_t")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, quantized: ops.QuantizedWeight | None) -> None:
         self._weight_t = weight.t()
         self._bias = bias
         self._quantized = quantized
+        self._max_rows = 0 if quantized is None else ops.quantized_linear_max_tokens()
 
     @property
     def out_features(self) -> int:
@@ -40,7 +38,7 @@ class Linear:
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         """Compute into ``out [T, out]`` from ``x [T, in]`` and return it."""
-        if self._quantized is not None and x.shape[0] <= QUANTIZED_MAX_ROWS:
+        if self._quantized is not None and x.shape[0] <= self._max_rows:
             ops.quantized_linear(out, x, self._quantized)
             if self._bias is not None:
                 out.add_(self._bias)

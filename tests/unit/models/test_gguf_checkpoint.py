@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from kvmesh.kernels import ops
 from kvmesh.models.config import read_config
 from kvmesh.models.errors import ModelError
-from kvmesh.models.linear import QUANTIZED_MAX_ROWS
 from kvmesh.models.registry import load_model
 from kvmesh.models.store import resolve_model
 
@@ -86,7 +86,7 @@ def write_gguf(path: Path, model: Any, kind: Q, *, divisors: np.ndarray | None =
 
 
 def check(path: Path, reference: Any, runner: Any) -> None:
-    many = QUANTIZED_MAX_ROWS + 8
+    many = ops.quantized_linear_max_tokens() + 8
     ids = torch.randint(0, 160, (many + 7,), generator=torch.Generator().manual_seed(2)).tolist()
     with torch.inference_mode():
         expected = reference(torch.tensor([ids])).logits[0]
