@@ -7,6 +7,7 @@ import sys
 from typing import Any, Literal, cast
 
 import structlog
+from structlog.tracebacks import ExceptionDictTransformer
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 __all__ = ["configure_logging", "get_logger"]
@@ -33,10 +34,16 @@ def configure_logging(service: str, level: str = "info", format: LogFormat = "co
         add_service,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
+    # Tracebacks without local variables, which hold prompts, keys and secrets.
     renderer: list[Processor] = (
-        [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        [
+            structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
+            structlog.processors.JSONRenderer(),
+        ]
         if format == "json"
-        else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        else [
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback)
+        ]
     )
     structlog.configure(
         processors=[*chain, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
