@@ -63,6 +63,9 @@ class Lease:
         """The pages."""
         return self._pages
 
+    def quarantine(self) -> None:
+        """A peer may still write."""
+
     def release(self) -> None:
         """Nothing to give back."""
 

@@ -142,10 +142,6 @@ class EngineReporter:
     def _add_transfers(stats: EngineStats, desk: TransferDesk) -> None:
         transfers = desk.transceiver.stats()
         stats.in_transfer += transfers.send_sessions
-        # The cache sees all leases alike; the transceiver knows which of them only wait for a peer to be quiet.
-        pinned = stats.pages_held + stats.pages_quarantined
-        stats.pages_quarantined = min(pinned, transfers.quarantined_pages)
-        stats.pages_held = pinned - stats.pages_quarantined
         stats.transfers_started_total = transfers.started_total
         stats.transfers_completed_total = transfers.completed_total
         stats.transfers_failed_total = transfers.failed_total

@@ -13,7 +13,7 @@ S = TypeVar("S", bound=Session)
 
 
 class Quarantine(Generic[S]):
-    """Used under the lock of its side; leases are released on the executor's thread, by :meth:`release_quiet`."""
+    """Used under the lock of its side, and its leases on the executor's thread."""
 
     def __init__(self) -> None:
         self._held: list[S] = []
@@ -26,7 +26,7 @@ class Quarantine(Generic[S]):
 
     @property
     def pages(self) -> int:
-        """Pages that cannot be reused yet although their transfer has ended."""
+        """Pages that cannot be reused yet although their transfer has ended, whether read or written."""
         return sum(session.num_pages for session in self._held)
 
     def put(self, session: S) -> None:
@@ -38,6 +38,8 @@ class Quarantine(Generic[S]):
         if not session.terminal:
             raise ValueError(f"transfer {session.transfer_id} has not ended")
         self._held.append(session)
+        if session.may_be_written:
+            session.lease.quarantine()
 
     def holds(self, transfer_id: int) -> bool:
         """Whether pages of this transfer are here and not safe yet."""

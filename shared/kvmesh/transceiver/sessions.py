@@ -53,6 +53,11 @@ class Session:
         """Whether nothing touches the pages any more, so that they may be released."""
         return self.terminal and not self.busy
 
+    @property
+    def may_be_written(self) -> bool:
+        """Whether what the pages hold is uncertain, because something may be writing into them."""
+        return False
+
     def cancel_is_due(self, now_s: float) -> bool:
         """Whether to send a cancel now; notes that it was sent."""
         due = now_s - self.cancel_sent_s >= CANCEL_REPEAT_S
@@ -102,4 +107,9 @@ class ReceiveSession(Session):
     @property
     def quiet(self) -> bool:
         """Whether nothing writes into the pages any more, so that they may be reused."""
-        return self.terminal and not self.busy and not self.peer_may_write
+        return self.terminal and not self.may_be_written
+
+    @property
+    def may_be_written(self) -> bool:
+        """See :attr:`Session.may_be_written`."""
+        return self.busy or self.peer_may_write

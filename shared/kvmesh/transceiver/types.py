@@ -40,13 +40,16 @@ class PoolMemory:
 
 
 class PageLease(Protocol):
-    """The pages of one request, pinned until :meth:`release`."""
+    """The pages of one request, pinned until :meth:`release`. Used on the thread that drives the transceiver."""
 
     def page_ids(self, group: int) -> PageIds:
         """Page ids of ``group``, one for each block of the request, in order."""
 
+    def quarantine(self) -> None:
+        """The transfer has ended, but something may still write into the pages. At most once, before the release."""
+
     def release(self) -> None:
-        """Unpin. Called exactly once, on the thread that drives the transceiver."""
+        """Unpin. Called exactly once."""
 
 
 class PeerKey(NamedTuple):

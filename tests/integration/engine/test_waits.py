@@ -43,7 +43,7 @@ def launch(tiny_model: Path) -> Launch:
                             instance_id=name,
                             cluster_secret="secret",
                             kv_cache_config=KvCacheConfig(tokens_per_block=4, max_tokens=size),
-                            cache_transceiver_config=CacheTransceiverConfig(backend="DEFAULT", **transfers),
+                            cache_transceiver_config=CacheTransceiverConfig(**{"backend": "DEFAULT", **transfers}),
                         )
                     )
                 )
@@ -108,6 +108,31 @@ async def test_a_generation_engine_waits_for_a_frozen_peer(launch: Launch, promp
         finally:
             os.kill(context.ready.pid, signal.SIGCONT)
         await until(lambda: context.stats.pages_held == 0)
+
+
+async def test_pages_that_a_frozen_peer_may_write_are_quarantined(
+    launch: Launch, prompt: Make, request_of: Make
+) -> None:
+    """On NIXL the owner writes: the receiver's pages are nobody's until it has answered."""
+    async with launch(kv_transfer_timeout_ms=1500, backend="NIXL") as (context, generation):
+        for number, tokens in ((1, prompt(20)), (2, prompt(24, 7))):
+            first = await prefill(context, request_of(f"c{number}", tokens, kind="context", transfer_id=number))
+            if number == 1:
+                await whole(generation.generate(second_leg(request_of, number, tokens, first)))
+        os.kill(context.ready.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(ApiError, match="kv_transfer_timeout_ms"):
+                await whole(generation.generate(second_leg(request_of, 2, tokens, first)))
+            await until(lambda: generation.stats.pages_quarantined == 6)
+            assert (generation.stats.pages_held, generation.stats.pages_locked) == (0, 0)
+            assert len(await whole(generation.generate(request_of("local", prompt(9, 3))))) > 0
+            await until(lambda: generation.stats.pages_locked == 0)
+            assert generation.stats.pages_quarantined == 6
+        finally:
+            os.kill(context.ready.pid, signal.SIGCONT)
+        await until(lambda: generation.stats.pages_quarantined == 0)
+        await until(lambda: context.stats.pages_held == 0)
+        assert generation.stats.integrity_failures_total == 0
 
 
 async def test_pages_that_nobody_fetches_return_after_the_timeout(

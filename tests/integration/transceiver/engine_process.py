@@ -31,6 +31,9 @@ class Lease:
     def page_ids(self, _group: int) -> np.ndarray:
         return self._pages
 
+    def quarantine(self) -> None:
+        assert not self.released
+
     def release(self) -> None:
         assert not self.released
         self.released = True

@@ -44,9 +44,15 @@ class FakeLease:
     def __init__(self, *groups: Sequence[int]) -> None:
         self._groups = [np.array(pages, dtype=np.int32) for pages in groups]
         self.released = 0
+        self.quarantined = False
 
     def page_ids(self, group: int) -> np.ndarray:
         return self._groups[group]
+
+    def quarantine(self) -> None:
+        assert not self.quarantined
+        assert not self.released
+        self.quarantined = True
 
     def release(self) -> None:
         self.released += 1

@@ -136,6 +136,7 @@ def test_a_blocking_wait_fails_a_task_at_its_deadline(make_wire: Callable[..., W
     (failure,) = wire.receiver.poll(1).failed
     assert (failure.id, failure.status, failure.code) == (7, 503, "kv_transfer_timeout")
     assert wire.leases["generation", 7].released == 1, "the receiver reads: its pages are free at once"
+    assert not wire.leases["generation", 7].quarantined
     (failure,) = wire.receiver.poll(1).failed
     assert failure.id == 8, "each task has its own deadline"
     assert wire.states("generation", 7) == ["registered", "transferring", "timed_out", "failed"]
@@ -158,6 +159,8 @@ def test_a_written_page_is_not_reused_after_a_timeout_until_the_writer_answers(m
     wire.ask(7, wire.offer(7))
     assert wire.receiver.poll(1).failed[0].code == "kv_transfer_timeout"
     assert wire.leases["generation", 7].released == 0
+    assert wire.leases["generation", 7].quarantined, "the cache knows that these pages may change"
+    assert not wire.leases["context", 7].quarantined, "the owner's are read"
     assert wire.receiver.table.quarantine.pages == 4
     wire.pump()
     wire.receiver.sweep()
