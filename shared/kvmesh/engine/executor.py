@@ -19,7 +19,7 @@ from kvmesh.engine.scheduler import Chunk, Scheduler, StepPlan
 from kvmesh.engine.sequence import Phase, Sequence
 from kvmesh.engine.transfers import TransferDesk
 from kvmesh.net.clock import Clock
-from kvmesh.net.faults import fault_point
+from kvmesh.net.faults import FaultInjectedError, fault_point
 from kvmesh.protocol.engine import FinishReason, Generate
 from kvmesh.protocol.errors import ApiError, bad_request
 from kvmesh.protocol.sampling import TokenLogprob
@@ -274,11 +274,14 @@ class Executor:
         handoff = b""
         if reason == "not_finished":
             assert self._desk is not None
-            fault_point("engine.before_handoff")
             try:
+                fault_point("engine.before_handoff")
                 handoff = self._desk.send(seq)
             except ApiError as error:
                 self._fail(seq, error)
+                return
+            except FaultInjectedError as error:
+                self._fail(seq, _internal_error(f"The KV cache was not offered: {error}."))
                 return
         seq.timings.finished_ns = self._clock.unix_ns()
         self._outbox.tokens(seq, token_ids, logprobs, finish=reason, handoff=handoff)

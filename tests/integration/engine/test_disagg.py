@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from kvmesh.models.checkpoint import fingerprint
+from kvmesh.net import faults
 from kvmesh.protocol.disagg import HandOff
 from kvmesh.protocol.engine import Generate, LedgerUpdate
 
@@ -253,6 +254,21 @@ def test_a_replayed_ticket_is_counted(pair: Pair, prompt: Make, request_of: Make
     pair.context.executor.abort(f"c{transfer_id}")
     pair.check_idle()
     assert pair.context.engine.reporter._statistics().transfers_cancelled_total == 1
+
+
+def test_a_fault_before_the_hand_off_is_its_request_s_alone(pair: Pair, prompt: Make, request_of: Make) -> None:
+    def broken() -> None:
+        raise faults.FaultInjectedError("injected fault")
+
+    bystander = request_of("bystander", prompt(12, 4))
+    with faults.injected("engine.before_handoff", broken):
+        victim = request_of("c99", prompt(9), kind="context", transfer_id=99)
+        answers = pair.context.run(victim, bystander)
+    assert (answers[0].failure.status, answers[0].failure.code) == (500, "model_error")
+    assert answers[1].reason == "length"
+    pair.check_idle()
+    transfer_id, first = pair.prefill(prompt(9))
+    assert pair.decode(transfer_id, prompt(9), first).reason == "length"
 
 
 def test_abort_after_the_hand_off_frees_the_context_s_pages(pair: Pair, prompt: Make) -> None:
