@@ -94,3 +94,27 @@ def status(mesh: Any, *flags: str) -> Any:
     done = subprocess.run(argv, env=mesh.env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout) if flags else done.stdout
+
+
+def test_router_knows_what_the_servers_hold(mesh: Any, poll: Callable[..., Any]) -> None:
+    """The indexer follows the workers' events, and the router's choice is explained by its matches."""
+    prompt = tokens(300, 4 * BLOCK + 1)
+    complete(mesh, prompt)
+    asked = 0
+
+    def matched() -> bool:
+        nonlocal asked
+        asked += 1
+        request_id = f"explained-{asked}"
+        complete(mesh, prompt, request_id=request_id)
+        [sequence] = mesh["router"].get(f"/explain/{request_id}")["sequences"]
+        assert sequence["match_state"] == "answered"
+        return sequence["matched_tokens"] == {"context": 4 * BLOCK, "generation": 4 * BLOCK}
+
+    poll(matched, "the router matches the whole prompt")
+    status, answer = mesh["indexer"].post("/query", {"model": DEFAULT_MODEL, "token_ids": prompt})
+    assert status == 200
+    assert {name: held["GPU"] for servers in answer.values() for name, held in servers.items()} == {
+        "context": 4 * BLOCK,
+        "generation": 4 * BLOCK,
+    }
