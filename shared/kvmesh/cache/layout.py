@@ -208,19 +208,6 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
         )
         return f"layout v{self.version}, {self.tokens_per_block} tokens a block; {groups}"
 
-    def to_msgpack(self) -> bytes:
-        """Encode for the wire."""
-        return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def from_msgpack(cls, data: bytes) -> PageLayout:
-        """Decode what :meth:`to_msgpack` made.
-
-        Raises:
-            msgspec.ValidationError: the bytes are not a page layout.
-        """
-        return msgspec.msgpack.decode(data, type=cls)
-
 
 def _check_layer(layer: LayerCacheSpec, seen: set[int]) -> None:
     if layer.layer_index in seen:

@@ -112,11 +112,6 @@ class KvCache:
         """Blocks that have pages."""
         return self._num_blocks
 
-    @property
-    def num_stored_blocks(self) -> int:
-        """Leading full blocks that this sequence shares with the tree."""
-        return self._num_stored
-
     def resume(self) -> bool:
         """Make the sequence active; a partially matched block is copied into a private page the first time.
 

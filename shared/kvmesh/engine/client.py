@@ -145,11 +145,6 @@ class EngineClient:
         """Whether the process runs."""
         return self._dead_reason is None
 
-    @property
-    def num_streams(self) -> int:
-        """Sequences under way."""
-        return len(self._streams)
-
     async def wait_dead(self) -> str:
         """Wait until the process has ended without being asked to; returns why, in words."""
         await self._died.wait()

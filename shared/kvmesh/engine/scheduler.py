@@ -141,11 +141,6 @@ class Scheduler:
         self.running: list[Sequence] = []
         """Sorted by rank; holds pages."""
 
-    @property
-    def has_work(self) -> bool:
-        """Whether any sequence waits or runs."""
-        return bool(self.waiting or self.running)
-
     def enqueue(self, seq: Sequence) -> None:
         """Queue a new or preempted sequence at its rank."""
         seq.phase = Phase.WAITING

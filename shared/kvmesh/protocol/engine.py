@@ -59,7 +59,6 @@ class Generate(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     priority: int = 0
     deadline_s: float | None = None
     """Seconds from receipt after which the engine fails the request by itself."""
-    traceparent: str | None = None
 
 
 class Abort(msgspec.Struct, tag=True):

@@ -58,19 +58,11 @@ class Tracing:
         """The caller's context from ``traceparent`` and ``tracestate`` headers (W3C Trace Context)."""
         return _propagator.extract({key.lower(): value for key, value in headers.items()})
 
-    def from_traceparent(self, traceparent: str | None) -> Context:
-        """The context that a message carried in its ``traceparent`` field."""
-        return _propagator.extract({"traceparent": traceparent} if traceparent else {})
-
     def headers(self, context: Context) -> dict[str, str]:
         """Headers that hand ``context`` to the next hop."""
         carrier: dict[str, str] = {}
         _propagator.inject(carrier, context)
         return carrier
-
-    def traceparent(self, context: Context) -> str | None:
-        """The ``traceparent`` of ``context``, None when it has no span."""
-        return self.headers(context).get("traceparent")
 
     @contextmanager
     def span(

@@ -71,9 +71,7 @@ class Planner:
         self._timeout_s = timeout_s
         self._threads = anyio.CapacityLimiter(MAX_TOKENISER_THREADS)
 
-    async def plan(
-        self, request: CompletionRequest | ChatCompletionRequest, request_id: str, traceparent: str | None
-    ) -> Plan:
+    async def plan(self, request: CompletionRequest | ChatCompletionRequest, request_id: str) -> Plan:
         """Turn a decoded request into sequences.
 
         Raises:
@@ -92,9 +90,7 @@ class Planner:
         if leg.kind != "aggregated" and len(specs) != 1:
             raise bad_request("A leg of a disaggregated request is one prompt with n=1.", param="n")
         prompts = await self._prompts(request)
-        sequences = [
-            self._sequence(request, spec, prompts[spec.prompt_index], leg, request_id, traceparent) for spec in specs
-        ]
+        sequences = [self._sequence(request, spec, prompts[spec.prompt_index], leg, request_id) for spec in specs]
         return Plan(request, request_id, int(time.time()), leg, sequences)
 
     async def _prompts(self, request: CompletionRequest | ChatCompletionRequest) -> list[np.ndarray]:
@@ -149,7 +145,6 @@ class Planner:
         ids: np.ndarray,
         leg: Leg,
         request_id: str,
-        traceparent: str | None,
     ) -> PlannedSequence:
         sampling = sampling_params(
             request, prompt_tokens=len(ids), max_seq_len=self._facts.max_seq_len, choice_index=spec.index
@@ -167,7 +162,6 @@ class Planner:
             cache_salt=request.cache_salt,
             priority=request.priority or 0,
             deadline_s=self._timeout_s,
-            traceparent=traceparent,
         )
         run = SequenceRun(
             self._engine,

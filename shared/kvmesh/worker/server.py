@@ -246,7 +246,7 @@ class WorkerService(Service):
         parent = self._tracing.extract(request.headers)
         request_id = body.request_id or request[REQUEST_ID]
         with self._tracing.span(self.name, parent, kind=SpanKind.SERVER, request_id=request_id) as (_span, context):
-            plan = await self._planner.plan(body, request_id, self._tracing.traceparent(context))
+            plan = await self._planner.plan(body, request_id)
             if plan.leg.kind == "context":
                 self._remember(plan)
             self._observations.began(plan)

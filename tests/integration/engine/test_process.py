@@ -80,7 +80,7 @@ async def test_a_life(engine: EngineClient, prompt: Make, request_of: Make) -> N
     assert await engine.drain_kv_events() == b"[]"
     await until(lambda: engine.stats.generated_tokens_total >= 32)
     assert engine.stats.cached_tokens_total == 19
-    assert engine.num_streams == 0
+    assert not engine._streams
     assert engine.alive
 
 
@@ -123,7 +123,7 @@ async def test_leaving_a_stream_aborts_it(engine: EngineClient, prompt: Make, re
         await anext(cancelled)
     await engine.ping()
     await until(lambda: engine.stats.running == 0 and engine.stats.pages_locked == 0)
-    assert engine.num_streams == 0
+    assert not engine._streams
     assert engine.stats.generated_tokens_total - before < 500
 
 

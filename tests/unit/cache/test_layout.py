@@ -51,13 +51,6 @@ def test_groups_by_window_and_pools_by_size() -> None:
         layout.group_of_layer(5)
 
 
-def test_round_trip_on_the_wire() -> None:
-    layout = build(spec(0), spec(1, window=64))
-    assert PageLayout.from_msgpack(layout.to_msgpack()) == layout
-    with pytest.raises(msgspec.ValidationError):
-        PageLayout.from_msgpack(msgspec.msgpack.encode({"tokens_per_block": 1}))
-
-
 def test_digest_covers_what_must_agree() -> None:
     base = build(spec(0), spec(1))
     digests = {

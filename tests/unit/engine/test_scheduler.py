@@ -211,7 +211,8 @@ def test_guaranteed_no_evict_reserves_to_completion() -> None:
         assert len(plan.chunks) <= 1
         finished += len(plan.chunks)
     assert finished == 18
-    assert not bench.scheduler.has_work
+    assert not bench.scheduler.waiting
+    assert not bench.scheduler.running
 
 
 def test_guaranteed_no_evict_reserves_only_the_prompt_of_a_context_request() -> None:

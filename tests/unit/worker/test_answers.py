@@ -77,7 +77,7 @@ async def answer(engine: FakeEngine, body: dict[str, Any], role: str = "both") -
     request = decode_request(kind, msgspec.json.encode({"model": "m", **body}))
     tokenizer: Any = FakeTokenizer()
     planner = Planner(engine, tokenizer, ModelFacts("m", 100, 257), role, 5.0)
-    plan = await planner.plan(request, "r", None)
+    plan = await planner.plan(request, "r")
     answerer = Answerer(tokenizer, "tcp://ctx", lambda _sequence, _delta: None)
     if request.stream:
         return [event async for event in answerer.events(plan)]
