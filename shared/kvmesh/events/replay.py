@@ -9,7 +9,7 @@ import zmq
 
 from kvmesh.events.polling import readable, receive
 
-__all__ = ["END_SEQUENCE", "KeptBatch", "ReplayFailedError", "ReplayRequest"]
+__all__ = ["END_SEQUENCE", "REPLAY_SILENCE_S", "KeptBatch", "ReplayFailedError", "ReplayRequest"]
 
 END_SEQUENCE = 2**64 - 1
 """Closes a replay; never the number of a batch."""
@@ -40,9 +40,7 @@ class ReplayRequest:
         silence_s: longest pause between two answers.
     """
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, start: int, silence_s: float = REPLAY_SILENCE_S
-    ) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, start: int, silence_s: float) -> None:
         self._context = context
         self._endpoint = endpoint
         self._start = start

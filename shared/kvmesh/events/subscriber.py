@@ -18,7 +18,7 @@ from zmq.utils.monitor import parse_monitor_message
 from kvmesh.events.decoding import BatchError, decode_batch
 from kvmesh.events.polling import readable, receive
 from kvmesh.events.records import RecordBatch
-from kvmesh.events.replay import KeptBatch, ReplayFailedError, ReplayRequest
+from kvmesh.events.replay import REPLAY_SILENCE_S, KeptBatch, ReplayFailedError, ReplayRequest
 from kvmesh.events.tracking import Arrival, SequenceTracker
 from kvmesh.net.clock import Clock, SystemClock
 from kvmesh.telemetry import get_logger
@@ -102,6 +102,7 @@ class EventSubscriber:
         context: of the sockets; one a process is enough.
         topic: prefix to subscribe to.
         clock: of the cooldown and the confirmation.
+        replay_silence_s: longest pause between two answers of a replay.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class EventSubscriber:
         context: zmq.Context[zmq.Socket[bytes]],
         topic: str = "",
         clock: Clock | None = None,
+        replay_silence_s: float = REPLAY_SILENCE_S,
     ) -> None:
         self.endpoint = endpoint
         self.replay_endpoint = replay_endpoint
@@ -121,6 +123,7 @@ class EventSubscriber:
         """Rejected events by reason."""
         self._context = context
         self._topic = topic
+        self._replay_silence_s = replay_silence_s
         self._clock = clock or SystemClock()
         self._tracker = SequenceTracker()
         self._last_payload = b""
@@ -234,7 +237,7 @@ class EventSubscriber:
         start = max(self._tracker.applied, 0)
         rebuilding = recognised = self._tracker.knows_nothing
         try:
-            async with ReplayRequest(self._context, self.replay_endpoint, start) as replay:
+            async with ReplayRequest(self._context, self.replay_endpoint, start, self._replay_silence_s) as replay:
                 while (message := await replay.next()) is not None:
                     if not recognised:
                         recognised = True
