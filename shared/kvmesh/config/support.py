@@ -41,12 +41,17 @@ def _one_of(*values: Any) -> Partial:
     return Partial(", ".join(str(value) for value in values), lambda value: value in values)
 
 
-NO_EFFECT: Mapping[type[BaseModel], frozenset[str]] = {
-    KvCacheConfig: frozenset({"sink_token_length", "use_uvm", "disk_cache_path"}),
-    CacheTransceiverConfig: frozenset({"max_tokens_in_buffer"}),
-    WorkerSettings: frozenset({"tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"}),
+NO_EFFECT: Mapping[type[BaseModel], Mapping[str, str]] = {
+    KvCacheConfig: {
+        "sink_token_length": "",
+        "use_uvm": "",
+        "disk_cache_path": "",
+        "copy_on_partial_reuse": "with V2, which always copies",
+    },
+    CacheTransceiverConfig: {"max_tokens_in_buffer": ""},
+    WorkerSettings: {"tensor_parallel_size": "", "pipeline_parallel_size": "", "context_parallel_size": ""},
 }
-"""Accepted with any value, without effect."""
+"""Accepted with any value, without effect; with a reason where there is more to say."""
 
 ALIASES: Mapping[type[BaseModel], Mapping[str, str]] = {
     KvCacheConfig: {
@@ -74,9 +79,13 @@ DEFAULT_ONLY: Mapping[type[BaseModel], frozenset[str]] = {
 }  # fmt: skip
 """Accepted by the class, refused at start unless left at the default: the behaviour is not built yet."""
 
+OWN_DTYPE_ONLY = "auto, and the data type that the model is served in"
+"""What is built of ``dtype``; which one that is depends on the server."""
+
 PARTIAL: Mapping[type[BaseModel], Mapping[str, Partial]] = {
     KvCacheConfig: {
-        "dtype": _one_of("auto", "float32"),
+        "dtype": Partial(OWN_DTYPE_ONLY, lambda dtype: dtype in ("auto", "float32", "float16", "bfloat16")),
+        "kv_cache_event_hash_algo": _one_of("auto", "v2_sha256"),
         "host_cache_size": _one_of(None, 0),
         "disk_cache_size": _one_of(None, 0),
         "use_kv_cache_manager_v2": _one_of(True),
@@ -88,7 +97,8 @@ PARTIAL: Mapping[type[BaseModel], Mapping[str, Partial]] = {
     },
     RouterSettings: {"schedule_style": _one_of("context_first")},
 }
-"""Built for some values; any other is refused at start. ``max_attention_window`` has a rule of its own."""
+"""Built for some values; any other is refused at start. ``max_attention_window`` has a rule of its own, and ``dtype``
+one more, for when the model is known."""
 
 FULL_ATTENTION_ONLY = "full attention: unset, or windows of at least the sequence length"
 """What is built of ``max_attention_window``; whether a window is that long depends on the server."""
@@ -115,8 +125,8 @@ def state_of(kind: type[BaseModel], name: str) -> str:
     """What this version does with a field, for people."""
     if name in ALIASES.get(kind, {}):
         return f"deprecated alias of `{ALIASES[kind][name]}`"
-    if name in NO_EFFECT.get(kind, ()):
-        return "accepted without effect"
+    if (reason := NO_EFFECT.get(kind, {}).get(name)) is not None:
+        return f"accepted without effect {reason}".rstrip()
     if name in DEFAULT_ONLY.get(kind, ()):
         return "not supported yet: default only"
     if isinstance(kind.model_fields[name].get_default(call_default_factory=True), BaseModel):

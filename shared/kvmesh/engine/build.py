@@ -60,6 +60,9 @@ _START_ERRORS = (
 FINGERPRINT_SHOWN = 12
 """Hex digits of a checkpoint's fingerprint in messages for people; compared is the whole."""
 
+KEY_HASH_ALGO = "v2_sha256"
+"""What the V2 manager's block keys are; ``kv_cache_event_hash_algo`` can ask for no other."""
+
 _log = get_logger("engine.build")
 
 
@@ -200,7 +203,7 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
         max_batch_size=settings.max_batch_size,
         max_num_tokens=settings.max_num_tokens,
         max_seq_len=min(limits.max_seq_len, limits.max_cached_tokens),
-        kv_cache_hash_algo=_hash_algo(settings),
+        kv_cache_hash_algo=KEY_HASH_ALGO,
         layout_digest=digest,
         device=memory.name,
         pid=os.getpid(),
@@ -236,7 +239,8 @@ def _load(settings: WorkerSettings, source: ModelSource, device: torch.device) -
 
 
 def _check(settings: WorkerSettings, model: CausalLM) -> None:
-    refuse_unsupported(settings, max_seq_len=model.max_seq_len)
+    dtypes = {layer.dtype for layer in model.cache_requirements().layers}
+    refuse_unsupported(settings, max_seq_len=model.max_seq_len, cache_dtypes=dtypes)
     refuse_impossible(settings, max_seq_len=model.max_seq_len)
     for note in settings_without_effect(settings):
         _log.warning("setting has no effect here", setting=note)
@@ -294,8 +298,3 @@ def _limits(settings: WorkerSettings, model: CausalLM, manager: KvCacheManager, 
         max_queue=settings.max_queue,
         transfers=transfers,
     )
-
-
-def _hash_algo(settings: WorkerSettings) -> str:
-    algorithm = settings.kv_cache_config.kv_cache_event_hash_algo
-    return "v2_sha256" if algorithm == "auto" else algorithm
