@@ -38,9 +38,9 @@ SUPPORTED_CACHE: list[dict[str, Any]] = [
     {"max_util_for_resume": 0.5},
     {"iteration_stats_interval": 5},
     {"kv_events_config": {"enable_kv_cache_events": True, "topic": "t", "hwm": 5, "replay_endpoint": "tcp://*:5657"}},
-    {"kv_cache_event_hash_algo": "v1_block_key"},
-    {"kv_cache_event_hash_algo": "v2_sha256_64"},
+    {"kv_cache_event_hash_algo": "v2_sha256"},
     {"dtype": "float32"},
+    {"dtype": "bfloat16"},
     {"block_reuse_config": {"policy": "per_request"}},
     {"use_uvm": True, "sink_token_length": 4},
     {"host_cache_size": 0, "disk_cache_size": 0, "disk_cache_path": "/nope"},
@@ -54,6 +54,9 @@ UNSUPPORTED_CACHE: list[dict[str, Any]] = [
     {"event_buffer_max_size": 1},
     {"attention_dp_events_gather_period_ms": 6},
     {"dtype": "fp8"},
+    {"dtype": "float64"},
+    {"kv_cache_event_hash_algo": "v1_block_key"},
+    {"kv_cache_event_hash_algo": "v2_sha256_64"},
     {"mixed_precision_first_n": 1},
     {"mixed_precision_last_n": 1},
     {"mamba_ssm_cache_dtype": "float16"},
@@ -129,6 +132,18 @@ def test_windows_as_long_as_a_sequence_mean_full_attention() -> None:
         refuse_unsupported(worker(cache), max_seq_len=4096)
 
 
+def test_the_cache_has_the_data_type_of_its_model() -> None:
+    refuse_unsupported(worker({"dtype": "auto"}), cache_dtypes={"bfloat16"})
+    refuse_unsupported(worker({"dtype": "BFloat16"}), cache_dtypes={"bfloat16"})
+    refuse_unsupported(worker({"dtype": "float32"}))  # judged when the model is known
+    words = r"not supported yet: kv_cache_config.dtype='float32' \(this model's cache has bfloat16\)$"
+    with pytest.raises(NotSupportedYetError, match=words):
+        refuse_unsupported(worker({"dtype": "float32"}), cache_dtypes={"bfloat16"})
+    with pytest.raises(NotSupportedYetError) as caught:
+        refuse_unsupported(worker({"dtype": "fp8"}), cache_dtypes={"bfloat16"})
+    assert str(caught.value).count("kv_cache_config.dtype") == 1
+
+
 @pytest.mark.parametrize(
     "transfer",
     [
@@ -168,7 +183,8 @@ def test_all_blockers_are_in_one_message() -> None:
     with pytest.raises(NotSupportedYetError) as caught:
         refuse_unsupported(worker({"dtype": "fp8", "pool_ratio": [1.0]}, {"backend": "UCX"}))
     assert str(caught.value) == (
-        "not supported yet: kv_cache_config.dtype='fp8' (this version has auto, float32); "
+        "not supported yet: kv_cache_config.dtype='fp8' "
+        "(this version has auto, and the data type that the model is served in); "
         "kv_cache_config.pool_ratio=[1.0]; "
         "cache_transceiver_config.backend='UCX' (this version has None, DEFAULT, NIXL)"
     )
