@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from anyio.abc import Process
+from anyio.streams.buffered import BufferedByteReceiveStream
 
 from kvmesh.config import IndexerSettings
 from kvmesh.coordinator.app import CoordinatorService
@@ -195,7 +196,8 @@ async def publisher_process(*arguments: str) -> AsyncIterator[tuple[Process, lis
     process = await anyio.open_process([sys.executable, "-c", PUBLISHER, *arguments], stderr=None)
     assert process.stdout is not None
     try:
-        yield process, (await process.stdout.receive()).decode().split()
+        line = await BufferedByteReceiveStream(process.stdout).receive_until(b"\n", 1000)
+        yield process, line.decode().split()
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
