@@ -195,7 +195,15 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
         clock=clock,
         desk=desk,
     )
-    reporter = EngineReporter(channel.send, executor=executor, manager=manager, desk=desk, events=events, clock=clock)
+    reporter = EngineReporter(
+        channel.send,
+        executor=executor,
+        manager=manager,
+        desk=desk,
+        events=events,
+        stats_interval=settings.kv_cache_config.iteration_stats_interval,
+        clock=clock,
+    )
     ready = EngineReady(
         num_pages=manager.stats().total,
         page_bytes=layout.pools[0].page_bytes,

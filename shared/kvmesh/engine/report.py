@@ -35,6 +35,7 @@ class EngineReporter:
         manager: the KV cache.
         desk: KV transfers, or None.
         events: KV events.
+        stats_interval: iterations that compute between two collections of statistics (``iteration_stats_interval``).
         clock: paces the reports.
     """
 
@@ -46,6 +47,7 @@ class EngineReporter:
         manager: KvCacheManager,
         desk: TransferDesk | None,
         events: EventSource,
+        stats_interval: int,
         clock: Clock,
     ) -> None:
         self._send = send
@@ -53,7 +55,10 @@ class EngineReporter:
         self._manager = manager
         self._desk = desk
         self._events = events
+        self._stats_interval = stats_interval
         self._clock = clock
+        self._uncollected = 0
+        """Iterations that computed since statistics were last collected."""
         self._sent: EngineStats | None = None
         self._next_stats_s = 0.0
         self._next_check_s = 0.0
@@ -70,7 +75,9 @@ class EngineReporter:
         now_s = self._clock.monotonic_s()
         if self._dirty and self._is_idle and now_s >= self._next_check_s:
             self._check_integrity(now_s)
-        if now_s >= self._next_stats_s:
+        self._uncollected += computed
+        # Where nothing computes no iteration may follow for long, and what there is to tell is told.
+        if (self._uncollected >= self._stats_interval or not computed) and now_s >= self._next_stats_s:
             self._send_stats(now_s)
 
     def due_in_s(self) -> float | None:
@@ -99,6 +106,7 @@ class EngineReporter:
             _log.error("cache integrity check failed", problem=str(error))
 
     def _send_stats(self, now_s: float) -> None:
+        self._uncollected = 0
         stats = self._statistics()
         if self._changed(stats):
             self._sent = stats

@@ -265,6 +265,23 @@ def test_statistics(make_engine: Make, prompt: Make, request_of: Make) -> None:
     assert len(bench.messages) == before
 
 
+def test_statistics_are_collected_every_so_many_iterations(make_engine: Make, prompt: Make, request_of: Make) -> None:
+    clock = ManualClock()
+    bench = make_engine(clock=clock, cache={"iteration_stats_interval": 5})
+    bench.submit(request_of("a", prompt(4), max_tokens=13))
+    told = []
+    while not bench.answers["a"].over:
+        clock.advance(1.0)
+        assert bench.step()
+        told += [message.generated_tokens_total for message in bench.messages if isinstance(message, EngineStats)]
+        bench.messages.clear()
+    assert told == [5, 10]
+    # Nothing is left to compute, so that no fifth iteration would come.
+    assert not bench.step()
+    assert [message.generated_tokens_total for message in bench.messages if isinstance(message, EngineStats)] == [13]
+    assert bench.engine.reporter.due_in_s() is None
+
+
 def test_priority_is_served_first(make_engine: Make, prompt: Make, request_of: Make) -> None:
     bench = make_engine(max_batch_size=1)
     order = []
