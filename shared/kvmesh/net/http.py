@@ -65,7 +65,9 @@ async def read_json(request: web.Request, type: type[T]) -> T:
         return msgspec.json.decode(body, type=type)
     except msgspec.ValidationError as error:
         raise bad_request(f"Invalid request body: {error}.") from None
-    except msgspec.DecodeError as error:
+    except RecursionError:
+        raise bad_request("The request body is nested too deeply.", code="invalid_json") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise bad_request(f"The request body is not valid JSON: {error}.", code="invalid_json") from None
 
 
@@ -118,19 +120,28 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except ApiError as error:
-        return error_response(error)
+        return _answer(request, error)
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        return error_response(_from_aiohttp(request, error))
+        return _answer(request, _from_aiohttp(request, error))
     except ConnectionResetError:
         raise  # the client left in mid-answer; there is nobody to tell
     except Exception:
         # The border of the service: whatever went wrong is logged here and no stack trace leaves.
         _log.exception("request failed", path=request.path)
-        return error_response(
-            ApiError(500, "Internal error; the server's log has the details.", type="server_error", code="internal")
+        return _answer(
+            request,
+            ApiError(500, "Internal error; the server's log has the details.", type="server_error", code="internal"),
         )
+
+
+def _answer(request: web.Request, error: ApiError) -> web.Response:
+    """The error as a response, unless one has begun: a second head would become part of the first one's body."""
+    if request.writer.output_size and request.transport is not None:
+        request.transport.abort()
+        raise ConnectionResetError("an answer that had begun failed") from error
+    return error_response(error)
 
 
 def _from_aiohttp(request: web.Request, error: web.HTTPException) -> ApiError:
@@ -149,7 +160,9 @@ def api_key_middleware(keys: Callable[[], frozenset[str]], open_paths: frozenset
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         accepted = keys()
         if accepted and request.path not in open_paths:
-            given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip().encode()
+            scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+            # A header's bytes need not be UTF-8; whatever they are, they only have to be compared.
+            given = key.strip().encode(errors="surrogateescape") if scheme.lower() == "bearer" else b""
             # Every key is compared in constant time: how long it takes says nothing about which is close.
             if not sum(hmac.compare_digest(given, key.encode()) for key in accepted):
                 raise ApiError(

@@ -27,6 +27,8 @@ Role = Literal["router", "context", "generation", "both", "indexer"]
 class Load(msgspec.Struct, kw_only=True):
     """What a worker is doing now."""
 
+    healthy: bool = True
+    """Whether its engine's loop answers; an unhealthy worker gets no new requests."""
     running: int = 0
     waiting: int = 0
     in_transfer: int = 0

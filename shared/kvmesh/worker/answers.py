@@ -30,7 +30,6 @@ from kvmesh.protocol.openai.responses import (
     usage,
 )
 from kvmesh.protocol.openai.sse import DONE, ChunkEncoder
-from kvmesh.protocol.sampling import TokenLogprob
 from kvmesh.worker.disagg import context_params
 from kvmesh.worker.plans import Plan, PlannedSequence
 from kvmesh.worker.runs import Delta
@@ -109,10 +108,9 @@ class Answerer:
         yield DONE
 
     def _chunk(self, plan: Plan, sequence: PlannedSequence, encoder: ChunkEncoder, delta: Delta) -> bytes:
-        offset = sequence.run.text_length - len(delta.text)
         return encoder.chunk(
             delta.text,
-            logprobs=None if delta.logprobs is None else self._logprobs(plan, delta.logprobs, offset),
+            logprobs=self._logprobs(plan, delta),
             token_ids=delta.token_ids if plan.request.return_token_ids else None,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
@@ -120,7 +118,7 @@ class Answerer:
         )
 
     def _completion_choice(self, plan: Plan, sequence: PlannedSequence, delta: Delta) -> CompletionChoice:
-        logprobs = None if delta.logprobs is None else self._logprobs(plan, delta.logprobs, 0)
+        logprobs = self._logprobs(plan, delta)
         assert not isinstance(logprobs, ChatLogprobs)
         return completion_choice(
             sequence.spec.index,
@@ -134,7 +132,7 @@ class Answerer:
         )
 
     def _chat_choice(self, plan: Plan, sequence: PlannedSequence, delta: Delta) -> ChatChoice:
-        logprobs = None if delta.logprobs is None else self._logprobs(plan, delta.logprobs, 0)
+        logprobs = self._logprobs(plan, delta)
         assert not isinstance(logprobs, CompletionLogprobs)
         return chat_choice(
             sequence.spec.index,
@@ -147,11 +145,14 @@ class Answerer:
             disaggregated_params=self._params(plan, sequence, delta),
         )
 
-    def _logprobs(self, plan: Plan, entries: list[TokenLogprob], text_offset: int) -> CompletionLogprobs | ChatLogprobs:
+    def _logprobs(self, plan: Plan, delta: Delta) -> CompletionLogprobs | ChatLogprobs | None:
+        if delta.logprobs is None:
+            return None
         token_bytes = self._tokenizer.token_bytes.of
         if isinstance(plan.request, ChatCompletionRequest):
-            return chat_logprobs(entries, token_bytes, top=plan.request.top_logprobs or 0)
-        return completion_logprobs(entries, token_bytes, text_offset=text_offset, top=plan.request.logprobs or 0)
+            return chat_logprobs(delta.logprobs, token_bytes, top=plan.request.top_logprobs or 0)
+        top = plan.request.logprobs or 0
+        return completion_logprobs(delta.logprobs, token_bytes, text_offsets=delta.offsets, top=top)
 
     def _params(self, plan: Plan, sequence: PlannedSequence, delta: Delta) -> DisaggregatedParams | None:
         """What the router needs for the second leg; None unless this was a first leg that has one."""
@@ -239,6 +240,7 @@ def _joined(deltas: list[Delta]) -> Delta:
         "".join(delta.text for delta in deltas),
         token_ids,
         logprobs if has_logprobs else None,
+        [offset for delta in deltas for offset in delta.offsets],
         last.finish_reason,
         last.stop_reason,
     )

@@ -12,7 +12,7 @@ from kvmesh.config.worker import WorkerRole
 from kvmesh.protocol.disagg import CtxUsage, DisaggregatedParams, HandOff
 from kvmesh.protocol.engine import RequestKind
 from kvmesh.protocol.errors import ApiError, bad_request
-from kvmesh.protocol.openai.validate import request_type_of
+from kvmesh.protocol.openai.validate import MAX_TOKEN_ID, request_type_of
 from kvmesh.protocol.sampling import TokenLogprob
 from kvmesh.protocol.version import PROTOCOL_VERSION
 
@@ -89,12 +89,14 @@ def context_params(
 def _generation_leg(params: DisaggregatedParams) -> Leg:
     if not params.first_gen_tokens:
         raise _missing("first_gen_tokens")
+    if not all(0 <= token <= MAX_TOKEN_ID for token in params.first_gen_tokens):
+        raise bad_request("'first_gen_tokens' must be token ids.", param="disaggregated_params.first_gen_tokens")
     if params.encoded_opaque_state is None:
         raise _missing("encoded_opaque_state")
     try:
         handoff = base64.b64decode(params.encoded_opaque_state, validate=True)
         decoded = _handoff_decoder.decode(handoff)
-    except (binascii.Error, msgspec.DecodeError) as error:
+    except (binascii.Error, ValueError, msgspec.DecodeError) as error:
         raise bad_request(
             f"'encoded_opaque_state' is not what a context server gave out: {error}.",
             param="disaggregated_params.encoded_opaque_state",

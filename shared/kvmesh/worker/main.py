@@ -7,6 +7,7 @@ from collections.abc import Callable
 from kvmesh.config import WorkerSettings
 from kvmesh.config.startup import refuse_unsupported
 from kvmesh.engine.client import EngineStartError
+from kvmesh.net.groups import leaves
 from kvmesh.net.service import run_service
 from kvmesh.telemetry import configure_logging, get_logger
 from kvmesh.worker.server import WorkerFailedError, WorkerService
@@ -34,7 +35,7 @@ def run_worker(settings: WorkerSettings, *, on_ready: Callable[[str], None] | No
         run_service(WorkerService(settings), settings.host, settings.port, on_ready=on_ready)
     except* EngineStartError as group:
         failed = True
-        for error in group.exceptions:
+        for error in leaves(group):
             _log.error("the engine did not start", reason=str(error))
     except* WorkerFailedError:
         failed = True  # said in the log already

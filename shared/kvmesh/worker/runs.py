@@ -39,6 +39,8 @@ class Delta(NamedTuple):
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None
+    offsets: list[int]
+    """Characters of the whole text before each token."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -71,7 +73,7 @@ class SequenceRun:
         self.prompt_tokens = len(request.prompt_token_ids) // 4
         self.cached_tokens = 0
         self.completion_tokens = 0
-        self.text_length = 0
+        self._decoded_length = 0
         self.handoff = b""
         self.timings: RequestTimings | None = None
         self._engine = engine
@@ -89,7 +91,11 @@ class SequenceRun:
         """
         async with aclosing(self._engine.generate(self.request)) as outputs:  # type: ignore[type-var]
             async for output in outputs:
-                delta = self._delta(output)
+                try:
+                    delta = self._delta(output)
+                except BaseException:
+                    self._engine.abort(self.request.request_id)  # a hand-off too: nobody will come for its pages
+                    raise
                 if delta.finish_reason is not None:
                     if output.finish_reason == "not_finished" and delta.finish_reason != "not_finished":
                         # A stop string ended the text at the context server: nobody will come for the pages.
@@ -104,7 +110,7 @@ class SequenceRun:
         self.timings = output.timings or self.timings
         self.handoff = output.handoff or self.handoff
         logprobs = self._logprobs(output)
-        text, token_ids, stop = self._text(output)
+        text, token_ids, offsets, stop = self._text(output)
         finish: str | None = output.finish_reason
         reason: int | str | None = None
         if stop is not None:
@@ -114,26 +120,30 @@ class SequenceRun:
         if finish is not None and stop is None:
             text += self._finish_text()
         self.completion_tokens += len(token_ids)
-        self.text_length += len(text)
-        return Delta(text, token_ids, None if logprobs is None else logprobs[: len(token_ids)], finish, reason)
+        logprobs = None if logprobs is None else logprobs[: len(token_ids)]
+        return Delta(text, token_ids, logprobs, offsets, finish, reason)
 
-    def _text(self, output: TokenOutput) -> tuple[str, list[int], str | None]:
-        """Text, tokens and stop string of an output; tokens after a stop string are not the client's."""
+    def _text(self, output: TokenOutput) -> tuple[str, list[int], list[int], str | None]:
+        """Text, tokens, offsets and stop string of an output; tokens after a stop string are not the client's."""
         tokens = output.token_ids
         shown = len(tokens)
         if output.stop_token_id is not None and not self._include_stop:
             shown -= 1  # counted and listed, as every token that was computed, but not part of the text
         text = ""
+        offsets = []
         for position in range(shown):
             piece = self._detokenizer.push(tokens[position : position + 1])
+            offsets.append(self._decoded_length)
+            self._decoded_length += len(piece)
             if self.completion_tokens + position + 1 <= self.request.sampling.min_tokens:
                 text += piece
                 continue
             match = self._matcher.push(piece)
             text += match.text
             if match.stop is not None:
-                return text, tokens[: position + 1], match.stop
-        return text, tokens, None
+                return text, tokens[: position + 1], offsets, match.stop
+        offsets += [self._decoded_length] * (len(tokens) - shown)
+        return text, tokens, offsets, None
 
     def _finish_text(self) -> str:
         match = self._matcher.push(self._detokenizer.flush())

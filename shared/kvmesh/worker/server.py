@@ -45,9 +45,12 @@ __all__ = ["WorkerFailedError", "WorkerService"]
 
 HEALTH_TIMEOUT_S = 10.0
 """Longest step after which the executor must have answered a ping: a full prefill chunk on one slow core."""
+LOOP_CHECK_S = 2.0
 PROBE_TIMEOUT_S = 30.0
 MAX_OPEN_CONTEXT_LEGS = 8192
 """Context legs that can still be given up by id; an older one ends by its own deadline."""
+FAREWELL_S = 2.0
+"""How long a client may take to read the end of its stream."""
 FAILURE_GRACE_S = 1.0
 """Between a failure and the end of the process: time for the failed requests' answers to leave."""
 
@@ -86,6 +89,7 @@ class WorkerService(Service):
         self._facts = ModelFacts("", 0, 0)
         self._created = int(time.time())
         self._open_legs: OrderedDict[int, str] = OrderedDict()
+        self._healthy = True
         self._failure: str | None = None
         self._failed = anyio.Event()
         self._leave = anyio.Event()
@@ -119,6 +123,7 @@ class WorkerService(Service):
         self._engine = engine
         tasks.start_soon(self._watch_engine, engine)
         tasks.start_soon(self._end_when_failed)
+        tasks.start_soon(self._watch_loop, engine)
         _log.info("ready", model=self._facts.name, pages=ready.num_pages, transfer=ready.transfer_backend)
 
     async def drain(self) -> None:
@@ -154,6 +159,7 @@ class WorkerService(Service):
             return Load()
         stats = self._engine.stats
         return Load(
+            healthy=self._healthy,
             running=stats.running,
             waiting=stats.waiting,
             in_transfer=stats.in_transfer,
@@ -221,6 +227,18 @@ class WorkerService(Service):
     async def _watch_engine(self, engine: EngineClient) -> None:
         self._fail(f"the engine is dead: {await engine.wait_dead()}")
 
+    async def _watch_loop(self, engine: EngineClient) -> None:
+        """Know whether the executor still turns, so that heartbeats tell the truth."""
+        while True:
+            await anyio.sleep(LOOP_CHECK_S)
+            try:
+                await engine.ping(HEALTH_TIMEOUT_S)
+                self._healthy = True
+            except ApiError as error:
+                if self._healthy:
+                    _log.warning("the executor does not answer; no new requests until it does", error=error.message)
+                self._healthy = False
+
     def _fail(self, reason: str) -> None:
         if self._failure is None:
             self._failure = reason
@@ -251,28 +269,41 @@ class WorkerService(Service):
                 self._remember(plan)
             self._observations.began(plan)
             try:
-                with anyio.fail_after(self.settings.request_timeout_s):
-                    if body.stream:
-                        return await self._stream(request, plan, self._answerer)
-                    return web.Response(body=encode(await self._answerer.whole(plan)), content_type="application/json")
-            except TimeoutError:
-                raise self._too_late() from None
+                if body.stream:
+                    return await self._stream(request, plan, self._answerer)
+                return await self._whole(plan, self._answerer)
             finally:
                 self._observations.ended(plan, context)
 
+    async def _whole(self, plan: Plan, answerer: Answerer) -> web.Response:
+        with anyio.move_on_after(self.settings.request_timeout_s):
+            return web.Response(body=encode(await answerer.whole(plan)), content_type="application/json")
+        raise self._too_late()
+
     async def _stream(self, request: web.Request, plan: Plan, answerer: Answerer) -> web.StreamResponse:
         response = web.StreamResponse(headers=SSE_HEADERS)
-        async with contextlib.aclosing(answerer.events(plan)) as events:  # type: ignore[type-var]
-            # The status line waits for the first event: a request that fails before it still gets a status.
-            first = await anext(events)
-            await response.prepare(request)
-            try:
-                await response.write(first)
-                async for event in events:
-                    await response.write(event)
-            except ApiError as error:
-                await response.write(error_event(error))
-        await response.write_eof()
+        failure: ApiError | None = None
+        with anyio.move_on_after(self.settings.request_timeout_s) as scope:
+            async with contextlib.aclosing(answerer.events(plan)) as events:  # type: ignore[type-var]
+                # The status line waits for the first event: a request that fails before it still gets a status.
+                first = await anext(events)
+                await response.prepare(request)
+                try:
+                    await response.write(first)
+                    async for event in events:
+                        await response.write(event)
+                except ApiError as error:
+                    failure = error
+        if scope.cancelled_caught:
+            failure = self._too_late()
+            if not response.prepared:
+                raise failure
+        with anyio.move_on_after(FAREWELL_S) as farewell:
+            if failure is not None:
+                await response.write(error_event(failure))
+            await response.write_eof()
+        if farewell.cancelled_caught and request.transport is not None:
+            request.transport.abort()  # the client does not read
         return response
 
     def _too_late(self) -> ApiError:

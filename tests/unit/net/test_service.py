@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import anyio
 import msgspec
 import pytest
@@ -29,6 +31,7 @@ class Greeter(Service):
         self.app.router.add_post("/greet", self._greet)
         self.app.router.add_post("/slow", self._slow)
         self.app.router.add_post("/broken", self._broken)
+        self.app.router.add_post("/half", self._half)
 
     async def start(self, tasks: anyio.abc.TaskGroup, url: str) -> None:
         self.ready = True
@@ -48,6 +51,12 @@ class Greeter(Service):
             raise
         return json_response({"slow": True})
 
+    async def _half(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"half")
+        raise ApiError(504, "too late")
+
     async def _broken(self, request: web.Request) -> web.Response:
         raise KeyError("secret detail")
 
@@ -65,6 +74,8 @@ async def test_json_exchange_request_id_and_health() -> None:
     [
         ("/greet", b"{", 400, "not valid JSON"),
         ("/greet", b'{"name": 5}', 400, "$.name"),
+        ("/greet", b'{"more": ' + b"[" * 100_000, 400, "nested too deeply"),
+        ("/greet", b'{"name": "\xff"}', 400, "not valid JSON"),
         ("/nowhere", b"{}", 404, "No such path"),
         ("/health", b"{}", 405, "does not accept POST"),
         ("/broken", b"{}", 500, "Internal error"),
@@ -82,12 +93,37 @@ async def test_every_error_has_the_openai_shape(path: str, body: bytes, status: 
 async def test_api_keys_guard_all_but_the_probes() -> None:
     async with serving(Greeter(frozenset({"k1", "k2"}))) as url, HttpClient() as client:
         assert (await client.call("GET", f"{url}/health", dict[str, str]))["status"] == "ok"
-        for headers in ({}, {"Authorization": "Bearer k3"}, {"Authorization": "Bearer k\u00e9"}):
+        refused = ("", "Bearer k3", "Bearer k\u00e9", "k2", "Basic k2")
+        for headers in ({"Authorization": value} for value in refused):
             with pytest.raises(ApiError) as caught:
                 await client.call("POST", f"{url}/greet", dict[str, str], body={"name": "x"}, headers=headers)
             assert caught.value.status == 401
-        good = {"Authorization": "Bearer k2"}
-        await client.call("POST", f"{url}/greet", dict[str, str], body={"name": "x"}, headers=good)
+        for scheme in ("Bearer", "bearer"):
+            good = {"Authorization": f"{scheme} k2"}
+            await client.call("POST", f"{url}/greet", dict[str, str], body={"name": "x"}, headers=good)
+
+
+async def test_a_key_of_arbitrary_bytes_is_refused_like_any_other() -> None:
+    async with serving(Greeter(frozenset({"k1"}))) as url:
+        stream = await anyio.connect_tcp("127.0.0.1", int(url.rpartition(":")[2]))
+        async with stream:
+            await stream.send(
+                b"POST /greet HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\nContent-Length: 0\r\n\r\n"
+            )
+            assert (await stream.receive()).startswith(b"HTTP/1.1 401")
+
+
+async def test_an_answer_that_had_begun_is_broken_off_not_answered_twice() -> None:
+    async with serving(Greeter()) as url:
+        stream = await anyio.connect_tcp("127.0.0.1", int(url.rpartition(":")[2]))
+        received = b""
+        async with stream:
+            await stream.send(b"POST /half HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+            with contextlib.suppress(anyio.EndOfStream, anyio.BrokenResourceError):
+                while True:
+                    received += await stream.receive()
+        assert received.count(b"HTTP/1.1") == 1
+        assert not received.endswith(b"0\r\n\r\n")
 
 
 async def test_drain_waits_for_the_begun_and_refuses_the_new() -> None:

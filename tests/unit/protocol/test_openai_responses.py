@@ -55,13 +55,13 @@ def test_token_text_of_part_of_a_character() -> None:
 
 def test_completion_logprobs() -> None:
     entries = [TokenLogprob(1, -0.1, [(1, -0.1), (2, -3.0)]), TokenLogprob(2, -2.0, [(1, -0.5), (3, -1.0)])]
-    found = completion_logprobs(entries, token_bytes, text_offset=4, top=2)
+    found = completion_logprobs(entries, token_bytes, text_offsets=[4, 7], top=2)
     assert found.tokens == ["Hel", "lo"]
     assert found.text_offset == [4, 7]
     assert found.token_logprobs == [-0.1, -2.0]
     # the sampled token is always among them, so there can be one more than asked for
     assert found.top_logprobs == [{"Hel": -0.1, "lo": -3.0}, {"Hel": -0.5, r"bytes:\xe2\x82": -1.0, "lo": -2.0}]
-    assert completion_logprobs(entries, token_bytes, text_offset=0, top=0).top_logprobs is None
+    assert completion_logprobs(entries, token_bytes, text_offsets=[0, 3], top=0).top_logprobs is None
 
 
 def test_chat_logprobs() -> None:

@@ -174,6 +174,29 @@ async def test_streamed_text_offsets_go_on() -> None:
     assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0], [1]]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_text_offsets_count_characters_however_they_are_cut(stream: bool) -> None:
+    text = "a\U0001f600b"
+    outputs = [
+        msgspec.structs.replace(output, logprobs=[TokenLogprob(output.token_ids[0], -1.0)]) for output in spelled(text)
+    ]
+    reply = await answer(FakeEngine(*outputs), {"prompt": "q", "logprobs": 0, "stream": stream})
+    if stream:
+        choices = [msgspec.json.decode(event[6:])["choices"][0] for event in reply[:-1]]
+        offsets = [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
+    else:
+        offsets = reply["choices"][0]["logprobs"]["text_offset"]
+    assert offsets == [0, 1, 1, 1, 1, 2]
+
+
+async def test_a_leg_that_fails_in_the_front_gives_its_pages_back() -> None:
+    engine = FakeEngine(TokenOutput(request_id="", token_ids=[10**6], finish_reason="not_finished", handoff=HANDOFF))
+    params = {"request_type": "context_only", "disagg_request_id": 9}
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        await answer(engine, {"prompt": "abc", "disaggregated_params": params}, "context")
+    assert engine.aborted == [engine.requests[0].request_id]
+
+
 async def test_context_leg_hands_on_everything_the_second_leg_needs() -> None:
     engine = FakeEngine(
         TokenOutput(
@@ -242,6 +265,21 @@ async def test_a_stop_string_in_the_first_token_ends_both_legs() -> None:
                 "encoded_opaque_state": "AAAA",
             },
             "not what a context server gave out",
+        ),
+        (
+            "both",
+            {
+                "request_type": "generation_only",
+                "disagg_request_id": 1,
+                "first_gen_tokens": [1],
+                "encoded_opaque_state": "\u00e9",
+            },
+            "not what a context server gave out",
+        ),
+        (
+            "both",
+            {"request_type": "generation_only", "disagg_request_id": 1, "first_gen_tokens": [2**70]},
+            "must be token ids",
         ),
     ],
 )

@@ -260,25 +260,21 @@ def token_text(raw: bytes) -> str:
 
 
 def completion_logprobs(
-    entries: Sequence[TokenLogprob], token_bytes: TokenBytes, *, text_offset: int, top: int
+    entries: Sequence[TokenLogprob], token_bytes: TokenBytes, *, text_offsets: Sequence[int], top: int
 ) -> CompletionLogprobs:
     """Log-probabilities of consecutive tokens in the completions API's form.
 
     Args:
         entries: one per token, in order.
         token_bytes: the bytes of a token id.
-        text_offset: characters of the choice's text before the first of these tokens.
+        text_offsets: characters of the choice's text before each token; one that only ends a character begun by
+            another has the same offset as that one.
         top: how many alternatives were asked for; 0 leaves ``top_logprobs`` null.
     """
-    tokens = [token_text(token_bytes(entry.token_id)) for entry in entries]
-    offsets = []
-    for token in tokens:
-        offsets.append(text_offset)
-        text_offset += len(token)
     return CompletionLogprobs(
-        text_offset=offsets,
+        text_offset=list(text_offsets),
         token_logprobs=[entry.logprob for entry in entries],
-        tokens=tokens,
+        tokens=[token_text(token_bytes(entry.token_id)) for entry in entries],
         top_logprobs=[_top_dict(entry, token_bytes, top) for entry in entries] if top else None,
     )
 

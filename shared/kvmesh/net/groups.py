@@ -1,0 +1,13 @@
+"""The errors inside an exception group: task groups nest, people want the causes."""
+
+from __future__ import annotations
+
+__all__ = ["leaves"]
+
+
+def leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    """Every error of a group that is not a group itself, in order."""
+    found: list[BaseException] = []
+    for error in group.exceptions:
+        found += leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return found
