@@ -137,10 +137,7 @@ class Residency:
                 else:
                     node.device |= bit
                     if parent is None or parent.ready & bit:
-                        if node.first_child is None:
-                            node.ready |= bit
-                        else:
-                            node.extend(bit)
+                        node.extend(bit)
             parent = node
         added = len(keys) - duplicates
         self._forest.num_blocks += len(nodes) - before

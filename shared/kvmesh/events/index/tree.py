@@ -55,6 +55,8 @@ class Node(msgspec.Struct, gc=False, eq=False):
     def extend(self, bit: int) -> None:
         """Make this node and what is held below it ready for a worker; its parent must be."""
         self.ready |= bit
+        if self.first_child is None:
+            return
         waiting = [self]
         while waiting:
             for child in waiting.pop().children():
@@ -65,6 +67,8 @@ class Node(msgspec.Struct, gc=False, eq=False):
     def retract(self, bit: int) -> None:
         """Make this node and everything below it unready for a worker."""
         self.ready &= ~bit
+        if self.first_child is None:
+            return
         waiting = [self]
         while waiting:
             for child in waiting.pop().children():
