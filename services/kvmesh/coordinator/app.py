@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import get_args
+from urllib.parse import urlsplit
 
 import anyio
 import msgspec
@@ -12,7 +13,7 @@ from anyio.abc import TaskGroup
 
 from kvmesh.coordinator.cluster import WORKERS_PREFIX, MinimalInstances, cluster_info
 from kvmesh.coordinator.ledger import TransferLedger
-from kvmesh.coordinator.registry import FencedError, MemberRegistry, UnknownMemberError
+from kvmesh.coordinator.registry import EpochsUsedUpError, FencedError, MemberRegistry, UnknownMemberError
 from kvmesh.coordinator.storage import MemoryStore
 from kvmesh.coordinator.storage_faces import StorageFaces
 from kvmesh.net.clock import Clock
@@ -106,7 +107,15 @@ class CoordinatorService(Service):
         member = (await read_json(request, Registration)).member
         if not member.instance_id or "/" in member.instance_id:
             raise bad_request("instance_id must be a non-empty string without '/'.", param="member.instance_id")
-        reply = self._registry.register(member)
+        if not _is_http(member.url):
+            raise bad_request("url must be http://HOST:PORT.", param="member.url")
+        try:
+            reply = self._registry.register(member)
+        except EpochsUsedUpError:
+            raise bad_request(
+                f"No epoch is left above that of {member.instance_id}; use another instance_id.",
+                param="member.instance_id",
+            ) from None
         _log.info("member registered", instance_id=member.instance_id, role=member.role, epoch=reply.epoch)
         self._announce()
         return json_response(reply)
@@ -173,7 +182,7 @@ class CoordinatorService(Service):
 
     async def _transfer(self, request: web.Request) -> web.Response:
         text = request.match_info["transfer_id"]
-        record = self._ledger.get(int(text)) if text.isascii() and text.isdigit() else None
+        record = self._ledger.get(int(text)) if text.isascii() and text.isdigit() and len(text) <= 20 else None
         if record is None:
             raise ApiError(404, f"The ledger knows no transfer {text}; it keeps the latest ones.", code="not_found")
         return json_response(record)
@@ -204,6 +213,14 @@ class CoordinatorService(Service):
     def _wake(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that do not match, or a port that is none
+        return False
 
 
 def _state_query(request: web.Request) -> TransferState | None:

@@ -16,6 +16,7 @@ import msgspec
 
 from kvmesh.net.clock import Clock
 from kvmesh.protocol.members import (
+    MAX_EPOCH,
     Heartbeat,
     Member,
     MemberEvent,
@@ -24,7 +25,7 @@ from kvmesh.protocol.members import (
     WatchReply,
 )
 
-__all__ = ["FencedError", "MemberRegistry", "UnknownMemberError"]
+__all__ = ["EpochsUsedUpError", "FencedError", "MemberRegistry", "UnknownMemberError"]
 
 DEFAULT_HISTORY = 4096
 """Changes kept for watchers; one that falls further behind gets the whole membership instead."""
@@ -39,6 +40,10 @@ class UnknownMemberError(LookupError):
 
 class FencedError(Exception):
     """A newer life of the same instance id has taken this one's place."""
+
+
+class EpochsUsedUpError(ValueError):
+    """A life of this instance id has taken the highest epoch that there is: no other can follow it."""
 
 
 @dataclass(slots=True)
@@ -69,7 +74,11 @@ class MemberRegistry:
         self._counts = {"joined": 0, "left": 0, "dead": 0, "fenced": 0}
 
     def register(self, member: Member) -> RegistrationReply:
-        """Admit a member, or renew the lease of one that is known under the same epoch."""
+        """Admit a member, or renew the lease of one that is known under the same epoch.
+
+        Raises:
+            EpochsUsedUpError: no epoch is left for another life of this id.
+        """
         entry = self._entries.get(member.instance_id)
         if entry is not None and member.epoch == entry.member.epoch:
             self._renew(entry, member)
@@ -170,9 +179,10 @@ class MemberRegistry:
         }
 
     def _admit(self, member: Member, older: _Entry | None) -> None:
-        last = self._buried.get(member.instance_id, 0)
+        last = self._buried.get(member.instance_id, 0) if older is None else older.member.epoch
+        if last >= MAX_EPOCH:
+            raise EpochsUsedUpError(member.instance_id)
         if older is not None:
-            last = older.member.epoch
             self._remove(older, "dead")
         epoch = member.epoch if member.epoch > last else max(last + 1, self._clock.unix_ns() // 1_000_000)
         entry = _Entry(msgspec.structs.replace(member, epoch=epoch), self._clock.monotonic_s() + self.lease_s)

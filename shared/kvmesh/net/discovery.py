@@ -159,7 +159,11 @@ class CoordinatorClient:
                 tasks.start_soon(self._watch_members)
             tasks.start_soon(self._ledger.run)
             task_status.started()
-            await anyio.sleep_forever()
+            try:
+                await anyio.sleep_forever()
+            finally:
+                # Ended from outside, the HTTP client goes too: stop() has nothing left to do, and no way to do it.
+                self._tasks = None
 
     async def _watch_members(self) -> None:
         backoff = Backoff()

@@ -17,7 +17,7 @@ from kvmesh.net.client import HttpClient, PeerUnreachableError
 from kvmesh.net.clock import Clock, SystemClock
 from kvmesh.net.discovery_view import MemberCallback, MemberView
 from kvmesh.protocol.errors import ApiError
-from kvmesh.protocol.members import Member, MemberEvent, Role, WatchReply
+from kvmesh.protocol.members import Count, Epoch, Member, MemberEvent, Role, WatchReply
 from kvmesh.telemetry import get_logger
 
 __all__ = ["StaticMembership"]
@@ -38,13 +38,13 @@ class _ServerInfo(msgspec.Struct):
     """``GET /server_info`` of KVMesh and TensorRT-LLM servers; what the latter lack has a default."""
 
     instance_id: str = ""
-    epoch: int = 0
+    epoch: Epoch = 0
     model: str = ""
     compat_digest: str = ""
-    tokens_per_block: int = 0
+    tokens_per_block: Count = 0
     kv_cache_hash_algo: str = ""
-    max_batch_size: int = 0
-    max_seq_len: int = 0
+    max_batch_size: Count = 0
+    max_seq_len: Count = 0
     transfer_backend: str | None = None
     events_endpoint: str | None = None
     replay_endpoint: str | None = None

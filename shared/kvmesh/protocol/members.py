@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from kvmesh.protocol.version import PROTOCOL_VERSION
 
 __all__ = [
+    "MAX_EPOCH",
+    "Count",
+    "Epoch",
     "Heartbeat",
     "Load",
     "Member",
@@ -23,53 +26,61 @@ __all__ = [
 Role = Literal["router", "context", "generation", "both", "indexer"]
 """``both``: a worker with no role restriction (aggregated mode)."""
 
+MAX_EPOCH = 2**63 - 1
+"""What fits the signed 64-bit integers that epochs travel in between processes."""
+
+Epoch = Annotated[int, msgspec.Meta(ge=0, le=MAX_EPOCH)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Address = Annotated[str, msgspec.Meta(max_length=2048)]
+
 
 class Load(msgspec.Struct, kw_only=True):
     """What a worker is doing now."""
 
     healthy: bool = True
     """Whether its engine's loop answers; an unhealthy worker gets no new requests."""
-    running: int = 0
-    waiting: int = 0
-    in_transfer: int = 0
-    pages_total: int = 0
-    pages_free: int = 0
-    pages_evictable: int = 0
-    prompt_tokens_total: int = 0
-    cached_tokens_total: int = 0
-    generated_tokens_total: int = 0
+    running: Count = 0
+    waiting: Count = 0
+    in_transfer: Count = 0
+    pages_total: Count = 0
+    pages_free: Count = 0
+    pages_evictable: Count = 0
+    prompt_tokens_total: Count = 0
+    cached_tokens_total: Count = 0
+    generated_tokens_total: Count = 0
 
 
 class Member(msgspec.Struct, kw_only=True):
     """One process of the mesh."""
 
-    instance_id: str
+    instance_id: Name
     role: Role
-    url: str
+    url: Address
     """Base URL of its HTTP face, e.g. ``http://127.0.0.1:8101``."""
-    epoch: int = 0
+    epoch: Epoch = 0
     """A higher epoch of the same id fences the older. 0 in a registration: the coordinator chooses one."""
-    dialect: str = "kvmesh"
+    dialect: Name = "kvmesh"
     """Which adapter speaks to it."""
-    model: str = ""
-    compat_digest: str = ""
+    model: Address = ""
+    compat_digest: Name = ""
     """Must be equal between a context and a generation server that are paired."""
-    tokens_per_block: int = 0
-    kv_cache_hash_algo: str = ""
-    max_batch_size: int = 0
-    max_seq_len: int = 0
-    dp_size: int = 1
-    ctx_info_endpoint: str | None = None
-    transfer_backend: str | None = None
-    events_endpoint: str | None = None
-    replay_endpoint: str | None = None
-    match_endpoint: str | None = None
+    tokens_per_block: Count = 0
+    kv_cache_hash_algo: Name = ""
+    max_batch_size: Count = 0
+    max_seq_len: Count = 0
+    dp_size: Count = 1
+    ctx_info_endpoint: Address | None = None
+    transfer_backend: Name | None = None
+    events_endpoint: Address | None = None
+    replay_endpoint: Address | None = None
+    match_endpoint: Address | None = None
     """An indexer's match socket (``kvmesh.protocol.match``)."""
-    started_unix_ms: int = 0
-    pid: int = 0
+    started_unix_ms: Count = 0
+    pid: Count = 0
     draining: bool = False
     load: Load = msgspec.field(default_factory=Load)
-    protocol: int = PROTOCOL_VERSION
+    protocol: Count = PROTOCOL_VERSION
 
 
 class Registration(msgspec.Struct, kw_only=True):
@@ -81,7 +92,7 @@ class Registration(msgspec.Struct, kw_only=True):
 class RegistrationReply(msgspec.Struct, kw_only=True):
     """Answer to a registration."""
 
-    epoch: int
+    epoch: Epoch
     """The member's epoch from now on; the one it asked for unless that was taken by an older life."""
     lease_s: float
     revision: int
@@ -91,7 +102,7 @@ class RegistrationReply(msgspec.Struct, kw_only=True):
 class Heartbeat(msgspec.Struct, kw_only=True):
     """``POST /members/{instance_id}/heartbeat``: 200, or 404 when unknown (register again), 409 when fenced."""
 
-    epoch: int
+    epoch: Epoch
     load: Load
     draining: bool = False
 

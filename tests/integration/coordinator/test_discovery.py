@@ -9,7 +9,7 @@ import structlog
 from aiohttp import web
 
 from kvmesh.net.client import HttpClient
-from kvmesh.net.discovery import StaticMembership
+from kvmesh.net.discovery import CoordinatorClient, StaticMembership
 from kvmesh.net.http import json_response
 from kvmesh.net.service import Service, serving
 from kvmesh.protocol.members import Load, Member, MemberEvent
@@ -169,6 +169,17 @@ async def test_announcing_needs_a_started_client_and_happens_once(coordinator, c
                 worker.announce(member())
         with pytest.raises(RuntimeError):
             worker.announce(member())
+
+
+async def test_a_client_whose_tasks_were_ended_from_outside_stops_in_silence(coordinator, until):
+    async with coordinator() as url:
+        client = CoordinatorClient(url)
+        async with anyio.create_task_group() as tasks:
+            await client.start(tasks)
+            client.announce(member())
+            await until(lambda: ids(client) == {"context-0"})
+            tasks.cancel_scope.cancel()
+        await client.stop()
 
 
 class _Worker(Service):

@@ -188,6 +188,15 @@ async def test_a_stored_key_expires_with_a_delete_event(faces):
     [
         ("POST", "/members", {"member": {"instance_id": "x"}}),
         ("POST", "/members", Registration(member=member("a/b"))),
+        ("POST", "/members", Registration(member=member("a" * 257))),
+        ("POST", "/members", Registration(member=member(epoch=2**63))),
+        ("POST", "/members", Registration(member=member(epoch=-1))),
+        ("POST", "/members", Registration(member=member(load=Load(running=2**64)))),
+        ("POST", "/members", {"member": {"instance_id": "x", "role": "both", "url": "http://u", "epoch": 10**23}}),
+        ("POST", "/members", {"member": {"instance_id": "x", "role": "both", "url": "http://[u"}}),
+        ("POST", "/members", {"member": {"instance_id": "x", "role": "both", "url": "http://u:99999"}}),
+        ("POST", "/members", {"member": {"instance_id": "x", "role": "both", "url": "file:///etc/hosts"}}),
+        ("POST", "/members/context-0/heartbeat", Heartbeat(epoch=10**23, load=Load())),
         ("POST", "/transfers", {"transfer_id": 1}),
         ("GET", "/transfers?state=lost", None),
         ("GET", "/transfers?limit=-1", None),
@@ -203,6 +212,22 @@ async def test_bad_requests_are_told_what_is_wrong(faces, method, path, body):
         assert status == 400
         assert reply["error"]["type"] == "invalid_request_error"
         assert reply["error"]["message"].endswith(".")
+
+
+async def test_no_life_follows_the_highest_epoch(faces):
+    async with faces() as http:
+        last = await register(http, member(epoch=2**63 - 1))
+        assert last.epoch == 2**63 - 1
+        status, reply = await http("POST", "/members", Registration(member=member()))
+        assert (status, reply["error"]["param"]) == (400, "member.instance_id")
+        _, listed = await http("GET", "/members", None, MemberList)
+        assert [known.epoch for known in listed.members] == [2**63 - 1]
+
+
+async def test_a_transfer_id_of_any_length_is_just_unknown(faces):
+    async with faces() as http:
+        status, _ = await http("GET", f"/transfers/{'9' * 5000}")
+        assert status == 404
 
 
 async def test_health(faces):
