@@ -10,11 +10,14 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvmesh.protocol.members import Member, MemberEvent, Role, WatchReply
+from kvmesh.telemetry import get_logger
 
 __all__ = ["MemberCallback", "MemberView", "Membership"]
 
 MemberCallback = Callable[[MemberEvent], None]
-"""Hears of every change; runs on the event loop and must not block."""
+"""Hears of every change; runs on the event loop and must not block. What it raises is logged and goes no further."""
+
+_log = get_logger("discovery")
 
 
 class Membership(Protocol):
@@ -57,7 +60,7 @@ class MemberView:
         """See :meth:`Membership.subscribe`."""
         self._callbacks.append(callback)
         for member in self.members():
-            callback(MemberEvent(revision=self.revision, kind="joined", member=member))
+            _call(callback, MemberEvent(revision=self.revision, kind="joined", member=member))
         return lambda: self._callbacks.remove(callback)
 
     def apply(self, reply: WatchReply, now_s: float) -> None:
@@ -67,7 +70,7 @@ class MemberView:
             self._replace(reply, now_s)
         for event in reply.events:
             if event.kind in ("joined", "updated"):
-                self._alive(event.member)
+                self._alive(event.member, event.member.instance_id in self._doubtful_until_s)
             else:
                 self._gone(event)
 
@@ -84,19 +87,20 @@ class MemberView:
     def _replace(self, reply: WatchReply, now_s: float) -> None:
         listed = {member.instance_id for member in reply.members}
         for member in reply.members:
-            self._alive(member)
+            self._alive(member, overrules=True)
         for instance_id in [key for key in self._members if key not in listed]:
             if reply.grace_s > 0:
                 self._doubtful_until_s[instance_id] = now_s + reply.grace_s
             else:
                 self._dead(self._members[instance_id])
 
-    def _alive(self, member: Member) -> None:
+    def _alive(self, member: Member, overrules: bool) -> None:
+        """``overrules``: even a higher epoch gives way, as a coordinator without memory may begin lower."""
         known = self._members.get(member.instance_id)
-        if known is not None and known.epoch > member.epoch:
+        if known is not None and known.epoch > member.epoch and not overrules:
             return
         self._doubtful_until_s.pop(member.instance_id, None)
-        if known is not None and known.epoch < member.epoch:
+        if known is not None and known.epoch != member.epoch:
             self._dead(known)
             known = None
         if known == member:
@@ -122,4 +126,12 @@ class MemberView:
 
     def _tell(self, event: MemberEvent) -> None:
         for callback in tuple(self._callbacks):
-            callback(event)
+            _call(callback, event)
+
+
+def _call(callback: MemberCallback, event: MemberEvent) -> None:
+    try:
+        callback(event)
+    except Exception:
+        # The watch goes on: whatever is wrong with one member must not take this process from the others.
+        _log.exception("a membership change could not be used", kind=event.kind, instance_id=event.member.instance_id)

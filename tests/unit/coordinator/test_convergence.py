@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvmesh.coordinator.registry import FencedError, MemberRegistry, UnknownMemberError
@@ -85,7 +85,13 @@ class World:
             self.watch("")
 
 
+TWO_LIVES = [("start", "context-0"), ("start", "context-0"), ("watch", "")]
+"""The watcher knows an epoch that a coordinator without memory will not have reached."""
+
+
 @settings(max_examples=150, deadline=None)
+@example([*TWO_LIVES, ("restart", ""), ("start", "context-0")], 1000)
+@example([*TWO_LIVES, ("restart", ""), ("watch", ""), ("start", "context-0")], 1000)
 @given(ACTIONS, st.sampled_from([2, 1000]))
 def test_a_watcher_converges_and_hears_a_consistent_story(actions, history):
     world = World(history)

@@ -149,3 +149,27 @@ def test_static_lists_give_roles():
     membership = StaticMembership(["a:1", "http://b:1/"], ["b:1", "c:1"])
     assert membership.members() == []
     assert membership._roles == {"http://a:1": "context", "http://b:1": "both", "http://c:1": "generation"}
+
+
+def test_a_restarted_coordinator_may_begin_again_at_a_lower_epoch(view, heard):
+    view.apply(snapshot(member(epoch=7)), 0.0)
+    heard.take()
+    view.apply(snapshot(member(epoch=5), incarnation="two"), 0.0)
+    assert heard.take() == [("dead", "context-0", 7), ("joined", "context-0", 5)]
+    view.apply(snapshot(incarnation="three", grace_s=10.0), 0.0)
+    view.apply(changes(("joined", member(epoch=3)), incarnation="three"), 1.0)
+    assert heard.take() == [("dead", "context-0", 5), ("joined", "context-0", 3)]
+    view.apply(changes(("updated", member(epoch=2)), incarnation="three"), 2.0)
+    assert heard.take() == []
+
+
+def test_a_subscriber_that_fails_harms_neither_the_view_nor_the_others(view):
+    def fail(event: MemberEvent) -> None:
+        raise OverflowError(event.member.instance_id)
+
+    view.apply(snapshot(member()), 0.0)
+    view.subscribe(fail)
+    other = Heard(view)
+    view.apply(changes(("joined", member("generation-0")), ("left", member())), 0.0)
+    assert other.take() == [("joined", "context-0", 1), ("joined", "generation-0", 1), ("left", "context-0", 1)]
+    assert [known.instance_id for known in view.members()] == ["generation-0"]
