@@ -14,7 +14,7 @@ from kvmesh.engine.counters import EngineCounters
 from kvmesh.engine.intake import Intake
 from kvmesh.engine.outbox import Outbox
 from kvmesh.engine.pages import SequencePages
-from kvmesh.engine.sampler import Sampled, Sampler
+from kvmesh.engine.sampler import NO_CHOICE, Sampled, Sampler
 from kvmesh.engine.scheduler import Chunk, Scheduler, StepPlan
 from kvmesh.engine.sequence import Phase, Sequence
 from kvmesh.engine.transfers import TransferDesk
@@ -179,6 +179,8 @@ class Executor:
         if self._desk is None:
             return
         for end in self._desk.look():
+            if end.seq.phase is Phase.FINISHED:
+                continue  # Aborted after its transfer ended in a wait, and before this look.
             if end.error is None:
                 self._received(end.seq)
             else:
@@ -210,10 +212,8 @@ class Executor:
 
     def _start_receiving(self, seq: Sequence) -> None:
         assert self._desk is not None
-        missing = self._pages.first_missing_blocks(seq)
-        seq.timings.transfer_pages, seq.timings.transfer_bytes = self._pages.size_from(seq, missing)
         try:
-            self._desk.receive(seq, missing)
+            self._desk.receive(seq, self._pages.first_missing_blocks(seq))
         except ApiError as error:
             self._fail(seq, error)
 
@@ -227,27 +227,38 @@ class Executor:
         self._emit(seq, tokens, None)
 
     def _compute(self, chunks: list[Chunk]) -> None:
+        """Compute a step. When the batch raises, each of its sequences is tried alone, once: only the culprit fails.
+
+        Computing a chunk again is safe: it writes the same values to the same pages, and no history has grown.
+        """
+        if self._try(chunks):
+            return
+        for chunk in chunks:
+            if len(chunks) == 1 or not self._try([chunk]):
+                self._fail(chunk.seq, _internal_error("The model failed on this request."))
+
+    def _try(self, chunks: list[Chunk]) -> bool:
+        """Compute chunks and take what was sampled; False, and nothing is changed, when that raised."""
         sampled_chunks = [chunk for chunk in chunks if chunk.sample]
         try:
             fault_point("engine.batch")
             logits = self._runner.run(chunks)
             sampled = self._sampler.sample(logits, [chunk.seq.state for chunk in sampled_chunks])
         except Exception:
-            # The border of error isolation: whatever a batch raises ends that batch's requests and nothing else.
+            # The border of error isolation: whatever a batch raises ends none but its own requests.
             _log.exception("batch failed", requests=[chunk.seq.request_id for chunk in chunks])
-            for chunk in chunks:
-                self._fail(chunk.seq, _internal_error("The model failed on the batch that this request was part of."))
-            return
+            return False
         for chunk in chunks:
             if not chunk.seq.is_decoding:
                 self.counters.prefilled_tokens += chunk.length
             self._pages.advance(chunk.seq, chunk.length)
         for chunk, choice in zip(sampled_chunks, sampled, strict=True):
             self._take_token(chunk.seq, choice)
+        return True
 
     def _take_token(self, seq: Sequence, choice: Sampled) -> None:
         if choice.token_id < 0:
-            self._fail(seq, _internal_error("The model gave no usable probabilities for this request."))
+            self._fail(seq, _sampling_failed() if choice.token_id == NO_CHOICE else _broken_logits())
             return
         if not seq.timings.first_token_ns:
             seq.timings.first_token_ns = self._clock.unix_ns()
@@ -306,6 +317,17 @@ class Executor:
                 self._pages.discard(seq)
         seq.phase = Phase.FINISHED
         del self._live[seq.request_id]
+
+
+def _broken_logits() -> ApiError:
+    return _internal_error("The model gave no usable probabilities for this request.")
+
+
+def _sampling_failed() -> ApiError:
+    return bad_request(
+        "The request's sampling parameters leave no token to choose; loosen its penalties, biases or stop ids.",
+        code="sampling_failed",
+    )
 
 
 def _internal_error(message: str) -> ApiError:

@@ -19,14 +19,19 @@ from kvmesh.engine.sampler_state import ProcessorFactory, SamplerState
 from kvmesh.engine.tokens import TokenHistory
 from kvmesh.protocol.sampling import SamplingParams, TokenLogprob
 
-__all__ = ["Sampled", "Sampler", "filtered_probabilities"]
+__all__ = ["BROKEN_LOGITS", "NO_CHOICE", "Sampled", "Sampler", "filtered_probabilities"]
+
+BROKEN_LOGITS = -1
+"""Instead of a token: the model's own logits of the row are not finite."""
+NO_CHOICE = -2
+"""Instead of a token: the row's parameters leave no token with a usable probability."""
 
 _NUCLEUS_GUESS = 256
 """Most top-p nuclei are smaller than this; a wider one costs a full sort."""
 
 
 class Sampled(NamedTuple):
-    """The choice for one row; ``token_id`` is -1 when the row's logits were broken."""
+    """The choice for one row; ``token_id`` is :data:`BROKEN_LOGITS` or :data:`NO_CHOICE` when there is none."""
 
     token_id: int
     logprob: TokenLogprob | None
@@ -67,10 +72,14 @@ class Sampler:
             return [Sampled(token, None) for token in _argmax(logits)]
         wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         raw = {i: torch.log_softmax(logits[i], dim=-1) for i in wanted}
+        tokens = _argmax(logits)
         for i, row in enumerate(rows):
             for processor in row.processors:
                 processor.apply(logits[i], row.history)
-        tokens = _argmax(logits)
+        for i, token in enumerate(_argmax(logits) if any(row.processors for row in rows) else tokens):
+            # What the model itself broke stays the model's fault.
+            if tokens[i] >= 0:
+                tokens[i] = token if token >= 0 else NO_CHOICE
         for i, row in enumerate(rows):
             if not row.greedy and tokens[i] >= 0:
                 tokens[i] = _draw(logits[i], row.params, row.history.length)
@@ -83,20 +92,24 @@ class Sampler:
 
 
 def _argmax(logits: torch.Tensor) -> list[int]:
-    """Most likely token per row, -1 where the row is not finite or has no possible token (argmax finds a NaN)."""
+    """Most likely token per row, ``BROKEN_LOGITS`` where it is not finite or none is possible (argmax finds a NaN)."""
     # On host memory numpy's argmax is vectorised and several times faster than torch's.
     ids = torch.from_numpy(logits.numpy().argmax(axis=-1)) if logits.device.type == "cpu" else logits.argmax(dim=-1)
     values = logits.gather(-1, ids[:, None])[:, 0]
-    return [token if math.isfinite(value) else -1 for value, token in zip(values.tolist(), ids.tolist(), strict=True)]
+    pairs = zip(values.tolist(), ids.tolist(), strict=True)
+    return [token if math.isfinite(value) else BROKEN_LOGITS for value, token in pairs]
 
 
 def _draw(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
     probabilities = filtered_probabilities(logits, params)
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[-1]
+    if not math.isfinite(total):
+        return NO_CHOICE
     # Rounding must not carry the point onto the total: the first cumulative value ABOVE it always has a real token.
     point = torch.minimum(total * uniform(params.seed, position), torch.nextafter(total, torch.zeros_like(total)))
-    return int(torch.searchsorted(cumulative, point, right=True).item())
+    token = int(torch.searchsorted(cumulative, point, right=True).item())
+    return token if token < probabilities.shape[-1] else NO_CHOICE
 
 
 def filtered_probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:

@@ -9,7 +9,10 @@ import torch
 from kvmesh.engine.tokens import TokenHistory
 from kvmesh.protocol.sampling import SamplingParams
 
-__all__ = ["LogitsProcessor", "ProcessorFactory", "SamplerState"]
+__all__ = ["GREEDY_BELOW", "LogitsProcessor", "ProcessorFactory", "SamplerState"]
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this mean greedy: so little noise picks the maximum anyway, and smaller ones leave float32."""
 
 
 class LogitsProcessor(Protocol):
@@ -62,6 +65,6 @@ class SamplerState:
         self.processors: tuple[LogitsProcessor, ...] = tuple(
             processor for factory in factories if (processor := factory(params, end_ids)) is not None
         )
-        self.greedy = params.temperature == 0.0
+        self.greedy = params.temperature < GREEDY_BELOW
         self.plain = self.greedy and not self.processors and params.logprobs is None
         """Nothing but an argmax is wanted."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvmesh.engine.sampler import Sampler, filtered_probabilities
+from kvmesh.engine.sampler import BROKEN_LOGITS, NO_CHOICE, Sampler, filtered_probabilities
 from kvmesh.engine.sampler_state import SamplerState
 from kvmesh.engine.tokens import TokenHistory
 from kvmesh.protocol.sampling import SamplingParams
@@ -147,9 +147,11 @@ def test_ties_at_top_k_are_kept() -> None:
     assert (weights > 0).tolist() == [False, True, True, False]
 
 
-def test_tiny_temperature_is_greedy(sampler: Sampler) -> None:
+@pytest.mark.parametrize("temperature", [1e-300, 1e-46, 1e-38, 1e-6])
+def test_tiny_temperature_is_greedy(sampler: Sampler, temperature: float) -> None:
     logits = random_logits(seed=8) * 100
-    row = state(sampler, [1], temperature=1e-6, seed=4)
+    row = state(sampler, [1], temperature=temperature, seed=4)
+    assert row.greedy
     assert sampler.sample(logits.clone(), [row])[0].token_id == int(logits.argmax())
 
 
@@ -233,4 +235,23 @@ def test_broken_rows_do_not_spoil_their_neighbours(sampler: Sampler) -> None:
     logits[0, 3] = torch.nan
     logits[2] = -torch.inf
     chosen = sampler.sample(logits, [state(sampler, [1], temperature=1.0, logprobs=1), *[state(sampler, [1])] * 2])
-    assert [sampled.token_id for sampled in chosen] == [-1, expected, -1]
+    assert [sampled.token_id for sampled in chosen] == [BROKEN_LOGITS, expected, BROKEN_LOGITS]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "params", [{"min_tokens": 1, "stop_token_ids": list(range(VOCABULARY))}, {"repetition_penalty": 1e-40}]
+)
+def test_parameters_that_leave_no_token_spoil_their_row_only(
+    sampler: Sampler, params: dict[str, object], temperature: float
+) -> None:
+    logits = random_logits(2)
+    rows = [state(sampler, list(range(VOCABULARY)), temperature=temperature, **params), state(sampler, [1])]
+    expected = int(logits[1].argmax())
+    assert [sampled.token_id for sampled in sampler.sample(logits, rows)] == [NO_CHOICE, expected]
+
+
+def test_a_distribution_that_is_not_finite_is_not_drawn_from(sampler: Sampler) -> None:
+    """An infinite temperature makes -inf / inf of a masked token."""
+    row = state(sampler, [1], temperature=math.inf, min_tokens=1)
+    assert sampler.sample(random_logits(), [row])[0].token_id == NO_CHOICE
