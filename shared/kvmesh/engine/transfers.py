@@ -179,6 +179,8 @@ class TransferDesk:
         """Stop a transfer in either direction; its pages return once the peer is quiet."""
         self._receiving.pop(transfer_id, None)
         self._sending.pop(transfer_id, None)
+        # It may have ended in a wait, and its sequence have been aborted before the next look.
+        self._ended = [end for end in self._ended if end.seq.transfer_id != transfer_id]
         if not self.transceiver.cancel_request(transfer_id):
             self._cancelling.add(transfer_id)
 

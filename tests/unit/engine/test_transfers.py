@@ -260,6 +260,15 @@ def test_a_prompt_on_its_way_is_waited_for(desk: TransferDesk, transceiver: Scri
     assert desk.look() == []
 
 
+def test_what_is_cancelled_after_a_wait_is_nobody_s_news(desk: TransferDesk, transceiver: ScriptedTransceiver) -> None:
+    desk.receive(sequence(1), [0])
+    transceiver.generation = TransferPoll([1], [], [], [])
+    assert desk.wait(1.0, blocked=False)
+    desk.cancel(1)
+    transceiver.has_tracked_transfers = False
+    assert desk.look() == []
+
+
 def test_pages_that_are_being_sent_are_waited_for_when_somebody_needs_them(
     desk: TransferDesk, transceiver: ScriptedTransceiver
 ) -> None:
