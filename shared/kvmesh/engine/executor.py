@@ -179,8 +179,6 @@ class Executor:
         if self._desk is None:
             return
         for end in self._desk.look():
-            if end.seq.phase is Phase.FINISHED:
-                continue  # Aborted after its transfer ended in a wait, and before this look.
             if end.error is None:
                 self._received(end.seq)
             else:

@@ -76,14 +76,6 @@ class SequencePages:
         held = self.blocks_for(prompt) if seq.num_computed >= prompt else seq.num_computed // self.tokens_per_block
         return [held] * len(self._layout.groups)
 
-    def size_from(self, seq: Sequence, first_blocks: list[int]) -> tuple[int, int]:
-        """Pages and bytes of the prompt from ``first_blocks`` (one per layer group) on."""
-        assert seq.cache is not None
-        last = self.blocks_for(seq.history.prompt_length)
-        counts = [int((seq.cache.page_ids(group)[first:last] >= 0).sum()) for group, first in enumerate(first_blocks)]
-        groups = self._layout.groups
-        return sum(counts), sum(n * group.page_bytes for n, group in zip(counts, groups, strict=True))
-
     def receive(self, seq: Sequence) -> None:
         """The whole prompt's KV has arrived in the sequence's pages; they become reusable."""
         seq.num_computed = max(seq.num_computed, seq.history.prompt_length)
