@@ -23,6 +23,8 @@ __all__ = ["LegFailure", "Legs", "failure_of"]
 _RETRYABLE = frozenset({429, 500, 502, 503})
 _SICK = frozenset({500, 502})
 """Statuses by which a server shows that it is not well; being busy or shutting down is no sickness."""
+_REQUEST_S_OWN = frozenset({"model_error", "sampling_failed"})
+"""Codes of failures that the request takes with it: no sign of its server's health, and the same on another server."""
 _HAND_OFF_REFUSED = frozenset({400, 403, 404, 409, 410, 422})
 """From a second leg these concern the hand-off, which the client knows nothing of: its request passed the first leg."""
 
@@ -119,14 +121,16 @@ class Legs:
         except UpstreamBrokenError as broken:
             server.breaker.failed()
             return LegFailure(server.member.instance_id, broken_off(str(broken)), retryable=True)
-        if response.status in _SICK:
-            server.breaker.failed()
         error = error_from_body(response.status, body, response.retry_after_s)
+        if response.status in _SICK and error.code not in _REQUEST_S_OWN:
+            server.breaker.failed()
         return failure_of(server.member.instance_id, error, second=second)
 
 
 def failure_of(instance_id: str, error: ApiError, *, second: bool) -> LegFailure:
-    """Sort a server's error by its status."""
+    """Sort a server's error by its status, unless its code says that it is the request's own."""
+    if error.code in _REQUEST_S_OWN:
+        return LegFailure(instance_id, error)
     if second and error.status in _HAND_OFF_REFUSED:
         error = ApiError(
             502,

@@ -19,7 +19,7 @@ from kvmesh.net.clock import Clock
 from kvmesh.protocol.disagg import HandOff
 from kvmesh.protocol.engine import Generate, RequestTimings
 from kvmesh.protocol.errors import ApiError, bad_request
-from kvmesh.protocol.sampling import SamplingParams
+from kvmesh.protocol.sampling import MAX_TEMPERATURE, REPETITION_PENALTIES, SamplingParams
 from kvmesh.protocol.version import PROTOCOL_VERSION
 
 __all__ = ["Intake", "IntakeLimits"]
@@ -83,13 +83,19 @@ class Intake:
         history = TokenHistory(prompt)
         for token in request.first_tokens if handoff is not None else ():
             history.append(token)
+        state = self._sampler.state(request.sampling, history)
+        if request.sampling.min_tokens > 0 and len(state.end_ids) >= self.limits.vocab_size:
+            raise bad_request(
+                "Every token ends the sequence, so none is left for min_tokens; give fewer stop_token_ids.",
+                param="stop_token_ids",
+            )
         self._arrivals += 1
         return Sequence(
             request_id=request.request_id,
             kind=request.kind,
             params=request.sampling,
             history=history,
-            state=self._sampler.state(request.sampling, history),
+            state=state,
             scope=ReuseScope(None, None if request.cache_salt is None else salt_id(request.cache_salt)),
             arrival=self._arrivals,
             priority=request.priority,
@@ -127,14 +133,23 @@ class Intake:
     def _check_sampling(self, params: SamplingParams) -> None:
         self._check_ids(params.logit_bias, "logit_bias")
         self._check_ids(params.stop_token_ids, "stop_token_ids")
+        lowest, highest = REPETITION_PENALTIES
         checks = (
             (params.max_tokens >= 1, "max_tokens must be at least 1", "max_tokens"),
             (0 <= params.min_tokens <= params.max_tokens, "min_tokens must be between 0 and max_tokens", "min_tokens"),
-            (params.temperature >= 0, "temperature must not be negative", "temperature"),
+            (
+                0 <= params.temperature <= MAX_TEMPERATURE,
+                f"temperature must be 0 to {MAX_TEMPERATURE:g}",
+                "temperature",
+            ),
             (params.top_k >= 0, "top_k must not be negative", "top_k"),
             (0 < params.top_p <= 1, "top_p must be above 0 and at most 1", "top_p"),
             (0 <= params.min_p <= 1, "min_p must be between 0 and 1", "min_p"),
-            (params.repetition_penalty > 0, "repetition_penalty must be positive", "repetition_penalty"),
+            (
+                lowest <= params.repetition_penalty <= highest,
+                f"repetition_penalty must be {lowest:g} to {highest:g}",
+                "repetition_penalty",
+            ),
         )
         for holds, sentence, param in checks:
             if not holds:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["SamplingParams", "TokenLogprob"]
+__all__ = ["MAX_TEMPERATURE", "REPETITION_PENALTIES", "SamplingParams", "TokenLogprob"]
+
+MAX_TEMPERATURE = 100.0
+"""OpenAI's limit is 2; other servers allow more. Far below what would leave float32."""
+REPETITION_PENALTIES = (0.01, 100.0)
+"""Smallest and largest repetition penalty: logits times either stay far inside float32."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -52,7 +52,10 @@ def refused(kind: str, body: dict[str, Any] | bytes, **kwargs: Any) -> ApiError:
         ({"min_tokens": -1}, "min_tokens"),
         ({"presence_penalty": 2.1}, "presence_penalty"),
         ({"frequency_penalty": -2.1}, "frequency_penalty"),
+        ({"temperature": 100.5}, "temperature"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty"),
+        ({"repetition_penalty": 100.5}, "repetition_penalty"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"logit_bias": {"five": 1}}, "logit_bias"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
@@ -192,3 +195,16 @@ def test_template_messages_are_plain() -> None:
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "a\nb", "name": "x"},
     ]
+
+
+@pytest.mark.parametrize(("kind", "body"), [("completions", COMPLETION), ("chat", CHAT)])
+def test_stop_ids_must_leave_a_token_for_min_tokens(kind: str, body: dict[str, Any]) -> None:
+    everything = {**body, "stop_token_ids": [0, 1, 2, 3]}
+    assert refused(kind, {**everything, "min_tokens": 1}, vocab_size=4).param == "stop_token_ids"
+    check(kind, everything, vocab_size=4)
+    check(kind, {**everything, "min_tokens": 1}, vocab_size=5)
+
+
+@pytest.mark.parametrize("extra", [{"temperature": 1e-46}, {"temperature": 100}, {"repetition_penalty": 0.01}])
+def test_extreme_but_usable_values_pass(extra: dict[str, float]) -> None:
+    check("completions", {**COMPLETION, **extra})

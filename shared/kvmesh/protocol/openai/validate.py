@@ -11,6 +11,7 @@ from typing import NamedTuple
 from kvmesh.protocol.disagg import DisaggregatedParams, RequestType
 from kvmesh.protocol.errors import ApiError, bad_request
 from kvmesh.protocol.openai.requests import ChatCompletionRequest, ChatMessage, CompletionRequest, GenerationRequest
+from kvmesh.protocol.sampling import MAX_TEMPERATURE, REPETITION_PENALTIES
 
 __all__ = ["MAX_N", "check_token_ids", "request_type_of", "validate_chat", "validate_completion", "validate_request"]
 
@@ -46,7 +47,7 @@ class _Range(NamedTuple):
 
 _RANGES: dict[str, _Range] = {
     "max_tokens": _Range(1),
-    "temperature": _Range(0),
+    "temperature": _Range(0, MAX_TEMPERATURE),
     "top_p": _Range(0, 1, above=True),
     "n": _Range(1, MAX_N),
     "seed": _Range(-MAX_SEED, MAX_SEED - 1),
@@ -54,7 +55,7 @@ _RANGES: dict[str, _Range] = {
     "frequency_penalty": _Range(-2, 2),
     "top_k": _Range(-1, MAX_TOKEN_ID),
     "min_p": _Range(0, 1),
-    "repetition_penalty": _Range(0, above=True),
+    "repetition_penalty": _Range(*REPETITION_PENALTIES),
     "min_tokens": _Range(0),
     "priority": _Range(-(2**31), 2**31 - 1),
 }
@@ -154,7 +155,12 @@ def _check_common(request: GenerationRequest, vocab_size: int | None) -> None:
         raise bad_request(f"'stop' has {len(stop)} strings; at most {MAX_STOP_STRINGS} are allowed.", param="stop")
     if "" in stop:
         raise bad_request("'stop' has an empty string; leave it out.", param="stop")
-    check_token_ids("stop_token_ids", request.stop_token_ids or [], vocab_size)
+    stop_ids = request.stop_token_ids or []
+    check_token_ids("stop_token_ids", stop_ids, vocab_size)
+    if request.min_tokens and vocab_size is not None and len(set(stop_ids)) >= vocab_size:
+        raise bad_request(
+            "'stop_token_ids' has every token, so none is left for 'min_tokens'; stop at fewer.", param="stop_token_ids"
+        )
     if request.logit_bias:
         check_token_ids("logit_bias", list(request.logit_bias), vocab_size)
         if not all(-100 <= bias <= 100 for bias in request.logit_bias.values()):
