@@ -95,7 +95,7 @@ class Endpoints:
             raise _unknown_model(body.model, name)
         prompt = await self._prompt(tokenizer, body, name)
         ids = prompt.ids.tolist()
-        strings = [await tokenizer.decode([token]) for token in ids] if body.return_token_strs else None
+        strings = await tokenizer.token_texts(ids) if body.return_token_strs else None
         return json_response(
             TokenizeResponse(count=len(ids), max_model_len=self._max_model_len(name), tokens=ids, token_strs=strings)
         )

@@ -168,13 +168,16 @@ class Pipeline:
         async with self._admission.place():
             admitted_ns = self._clock.unix_ns()
             specs = fan_out(request)
-            prompts = await self._tokenizer.prompts(request)
+            context_len = self._cluster.models().get(request.model, 0)
+            prompts = await self._tokenizer.prompts(request, max_seq_len=context_len)
+            max_tokens = [max_tokens_of(request, len(prompt.ids), context_len) for prompt in prompts]
             tokenized_ns = self._clock.unix_ns()
             matches = [await self._match(request, prompt) for prompt in prompts]
             matched_ns = self._clock.unix_ns()
             self._observe(explanation, context, (started_ns, admitted_ns, tokenized_ns, matched_ns))
             works = [
-                self._work(kind, request, spec, prompts, matches, explanation, headers, len(specs)) for spec in specs
+                self._work(kind, request, spec, prompts, matches, max_tokens, explanation, headers, len(specs))
+                for spec in specs
             ]
 
             def on_first() -> None:
@@ -198,6 +201,7 @@ class Pipeline:
         spec: SequenceSpec,
         prompts: list[Prompt],
         matches: list[Matches],
+        max_tokens: list[int | None],
         explanation: Explanation,
         headers: dict[str, str],
         num_sequences: int,
@@ -217,7 +221,7 @@ class Pipeline:
                 request,
                 spec,
                 prompt_token_ids=prompt.ids.tolist(),
-                max_tokens=max_tokens_of(request, len(prompt.ids), self._cluster.models().get(request.model, 0)),
+                max_tokens=max_tokens[spec.prompt_index],
                 request_id=request_id,
             ),
             sequence=spec,

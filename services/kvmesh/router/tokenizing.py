@@ -34,14 +34,22 @@ class TextTokenizer(Protocol):
     def vocab_size(self) -> int:
         """Number of token ids."""
 
-    def encode(self, text: str, *, add_special: bool = True) -> np.ndarray:
-        """Int32 ids ``[n]``."""
+    @property
+    def longest_token_chars(self) -> int:
+        """Characters of the longest token."""
+
+    def encode_many(self, texts: Sequence[str], *, add_special: bool = True) -> list[np.ndarray]:
+        """Int32 ids ``[n]`` of each text. A long one leaves other threads running."""
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ids."""
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """A conversation as a prompt."""
 
@@ -104,55 +112,89 @@ class PromptTokenizer:
         """Number of token ids of the model."""
         return self._tokenizer.vocab_size
 
-    async def prompts(self, request: CompletionRequest | ChatCompletionRequest) -> list[Prompt]:
+    async def prompts(
+        self, request: CompletionRequest | ChatCompletionRequest, *, max_seq_len: int = 0
+    ) -> list[Prompt]:
         """The prompts of a checked request, in order.
 
+        Args:
+            request: checked.
+            max_seq_len: the context in tokens; a text that is too long for it whatever its tokens is not tokenised.
+                0: unknown.
+
         Raises:
-            ApiError: 400 when a prompt is empty, holds ids of no token, or the chat template refuses the messages.
+            ApiError: 400 when a prompt is empty or too long, holds ids of no token, or the chat template refuses the
+                messages.
         """
         if isinstance(request, ChatCompletionRequest):
-            return [await self.chat(request)]
-        special = request.add_special_tokens is not False
-        found = []
-        for index, prompt in enumerate(prompts_of(request.prompt)):
-            param = "prompt" if index == 0 else f"prompt[{index}]"
-            found.append(
-                await self.text(prompt, add_special=special, param=param)
-                if isinstance(prompt, str)
-                else self._ids(prompt, param)
-            )
-        return found
+            return [await self.chat(request, max_seq_len=max_seq_len)]
+        prompts = list(prompts_of(request.prompt))
+        params = ["prompt" if index == 0 else f"prompt[{index}]" for index in range(len(prompts))]
+        texts = {param: prompt for param, prompt in zip(params, prompts, strict=True) if isinstance(prompt, str)}
+        found = await self._texts(texts, add_special=request.add_special_tokens is not False, max_seq_len=max_seq_len)
+        return [
+            found[param] if isinstance(prompt, str) else self._ids(prompt, param)
+            for param, prompt in zip(params, prompts, strict=True)
+        ]
 
-    async def chat(self, request: ChatCompletionRequest) -> Prompt:
+    async def chat(self, request: ChatCompletionRequest, *, max_seq_len: int = 0) -> Prompt:
         """The prompt of a conversation: the model's template, rendered and tokenised."""
         messages = template_messages(request)
         generation = request.add_generation_prompt is not False
-        kwargs = request.chat_template_kwargs or {}
         render: Callable[[], str] = lambda: self._tokenizer.apply_chat_template(  # noqa: E731
-            messages, add_generation_prompt=generation, **kwargs
+            messages, add_generation_prompt=generation, variables=request.chat_template_kwargs
         )
         try:
             text = await self._run(render, sum(len(message["content"]) for message in messages))
         except ChatTemplateError as error:
-            raise bad_request(str(error), param="messages", code="chat_template_error") from None
-        return await self.text(text, add_special=False, param="messages")
+            param = "messages" if error.variable is None else f"chat_template_kwargs.{error.variable}"
+            raise bad_request(str(error), param=param, code="chat_template_error") from None
+        return await self.text(text, add_special=False, param="messages", max_seq_len=max_seq_len)
 
-    async def text(self, text: str, *, add_special: bool, param: str) -> Prompt:
+    async def text(self, text: str, *, add_special: bool, param: str, max_seq_len: int = 0) -> Prompt:
         """The prompt of a text.
 
         Raises:
-            ApiError: 400 when the text has no tokens or is not Unicode; names ``param``.
+            ApiError: 400 when the text has no tokens, is too long or is not Unicode; names ``param``.
         """
-        ids = self._cache.get(text, add_special)
-        if ids is None:
+        return (await self._texts({param: text}, add_special=add_special, max_seq_len=max_seq_len))[param]
+
+    async def _texts(self, texts: Mapping[str, str], *, add_special: bool, max_seq_len: int) -> dict[str, Prompt]:
+        """The prompts of texts by the parameters that hold them; all that are new are tokenised in one call."""
+        known: dict[str, np.ndarray] = {}
+        new: dict[str, str] = {}
+        for param, text in texts.items():
+            self._check_length(text, param, max_seq_len)
+            ids = None if text in known else self._cache.get(text, add_special)
+            if ids is not None:
+                known[text] = ids
+            elif text not in known:
+                new.setdefault(text, param)
+        if new:
+            wanted = list(new)
             try:
-                ids = await self._run(lambda: self._tokenizer.encode(text, add_special=add_special), len(text))
+                encoded = await self._run(
+                    lambda: self._tokenizer.encode_many(wanted, add_special=add_special), sum(map(len, wanted))
+                )
             except ValueError as error:
+                param = next((new[text] for text in wanted if not _is_unicode(text)), new[wanted[0]])
                 raise bad_request(str(error), param=param) from None
-            self._cache.put(text, add_special, ids)
-        if not len(ids):
-            raise bad_request("The prompt is empty; send at least one token.", param=param, code="empty_prompt")
-        return Prompt(ids, text)
+            for text, ids in zip(wanted, encoded, strict=True):
+                known[text] = ids
+                self._cache.put(text, add_special, ids)
+        for param, text in texts.items():
+            if not len(known[text]):
+                raise bad_request("The prompt is empty; send at least one token.", param=param, code="empty_prompt")
+        return {param: Prompt(known[text], text) for param, text in texts.items()}
+
+    def _check_length(self, text: str, param: str, max_seq_len: int) -> None:
+        if max_seq_len and len(text) > max_seq_len * self._tokenizer.longest_token_chars:
+            raise bad_request(
+                f"This model's context is {max_seq_len} tokens and the prompt, of {len(text)} characters, has more; "
+                "send a shorter prompt.",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     async def decode(self, ids: list[int]) -> str:
         """Text of token ids, special tokens included.
@@ -162,6 +204,15 @@ class PromptTokenizer:
         """
         check_token_ids("tokens", ids, self.vocab_size)
         return await self._run(lambda: self._tokenizer.decode(ids, skip_special_tokens=False), 4 * len(ids))
+
+    async def token_texts(self, ids: list[int]) -> list[str]:
+        """The text of each token by itself."""
+
+        def decode() -> list[str]:
+            texts = {token: self._tokenizer.decode([token], skip_special_tokens=False) for token in set(ids)}
+            return [texts[token] for token in ids]
+
+        return await self._run(decode, 4 * len(ids))
 
     def statistics(self) -> dict[str, float]:
         """How often a prompt had been seen before."""
@@ -175,3 +226,11 @@ class PromptTokenizer:
         if chars <= INLINE_CHARS:
             return work()
         return await to_thread.run_sync(work, limiter=self._limiter)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -17,11 +17,20 @@ from kvmesh.models.errors import ModelError
 
 __all__ = ["ChatTemplate", "ChatTemplateError"]
 
-_RESERVED = ("messages", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token")
+_RESERVED = frozenset({"messages", "self", "tools", "documents", "bos_token", "eos_token", "pad_token", "unk_token"})
+"""Variables that a request has other fields for, or that are the checkpoint's."""
 
 
 class ChatTemplateError(ValueError):
-    """The conversation cannot be rendered; the message is a sentence for the client."""
+    """The conversation cannot be rendered; the message is a sentence for the client.
+
+    Attributes:
+        variable: the template variable at fault; None when it is the messages.
+    """
+
+    def __init__(self, message: str, *, variable: str | None = None) -> None:
+        super().__init__(message)
+        self.variable = variable
 
 
 class ChatTemplate:
@@ -45,26 +54,29 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ModelError(f"The checkpoint's chat template is invalid: {error}.") from error
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
-    ) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
         """The conversation as one prompt string.
 
         Args:
             messages: ``{"role", "content"}`` objects as OpenAI's API has them; a list of text parts is joined.
-            add_generation_prompt: end with the opening of the assistant's turn.
-            **variables: further template variables (``chat_template_kwargs``).
+            variables: further template variables (``chat_template_kwargs``). ``add_generation_prompt``, whether to end
+                with the opening of the assistant's turn, is true where it is not given.
 
         Raises:
-            ChatTemplateError: malformed messages, or a conversation that the template refuses.
+            ChatTemplateError: malformed messages or variables, or a conversation that the template refuses.
         """
-        if taken := next((name for name in _RESERVED if name in variables), None):
-            raise ChatTemplateError(f"The chat template variable {taken!r} cannot be set; remove it.")
+        values = {"add_generation_prompt": True, **(variables or {})}
+        if taken := next((name for name in values if name in _RESERVED), None):
+            raise ChatTemplateError(f"The chat template variable {taken!r} cannot be set; remove it.", variable=taken)
+        if not isinstance(values["add_generation_prompt"], bool):
+            raise ChatTemplateError(
+                "The chat template variable 'add_generation_prompt' must be true or false.",
+                variable="add_generation_prompt",
+            )
         turns = _checked_messages(messages)
         try:
-            return self._template.render(
-                messages=turns, add_generation_prompt=add_generation_prompt, **self._special_tokens, **variables
-            )
+            # As one mapping: a variable may be called what no keyword argument can be.
+            return self._template.render({**values, "messages": turns, **self._special_tokens})
         except (
             jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
         ) as error:  # fmt: skip

@@ -20,7 +20,10 @@ from kvmesh.models.store import ModelSource
 
 __all__ = ["ChatTemplateError", "IncrementalDetokenizer", "Tokenizer"]
 
+_NOT_UNICODE = "The text is not valid Unicode: it holds an unpaired surrogate."
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+_LONG_CHARS = 2000
+"""Longer texts go through ``tokenizers``' batch call, which releases the GIL as its ``encode`` does not."""
 _GGUF_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # end of text, of turn, of message
 
 
@@ -30,6 +33,8 @@ class Tokenizer:
     Attributes:
         eos_token_ids: ids that end a generation.
         bos_token_id: id that ``encode`` puts first, or None.
+        longest_token_chars: characters of the longest token: a text of more than ``n`` times as many has more than
+            ``n`` tokens.
     """
 
     def __init__(
@@ -46,6 +51,7 @@ class Tokenizer:
         bos = special_tokens.get("bos_token")
         self.bos_token_id: int | None = None if bos is None else tokenizer.token_to_id(bos)
         self.token_bytes = _token_bytes(tokenizer)
+        self.longest_token_chars = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     @classmethod
     def from_source(cls, source: ModelSource) -> Tokenizer:
@@ -69,6 +75,8 @@ class Tokenizer:
     def encode(self, text: str, *, add_special: bool = True) -> np.ndarray:
         """Token ids of ``text`` as int32 ``[n]``; special tokens written in the text are recognised.
 
+        A long text leaves other threads running.
+
         Args:
             text: any Unicode text.
             add_special: add what the checkpoint puts around a text (BOS). False for rendered chat templates, which
@@ -77,11 +85,25 @@ class Tokenizer:
         Raises:
             ValueError: the text holds half of a surrogate pair, which no UTF-8 can express.
         """
+        if len(text) > _LONG_CHARS:
+            return self.encode_many([text], add_special=add_special)[0]
         try:
             encoding = self._tokenizer.encode(text, add_special_tokens=add_special)
         except (TypeError, UnicodeEncodeError) as error:
-            raise ValueError("The text is not valid Unicode: it holds an unpaired surrogate.") from error
+            raise ValueError(_NOT_UNICODE) from error
         return np.array(encoding.ids, dtype=np.int32)
+
+    def encode_many(self, texts: Sequence[str], *, add_special: bool = True) -> list[np.ndarray]:
+        """:meth:`encode` of each text, spread over the processors while other threads run.
+
+        Raises:
+            ValueError: one of the texts holds half of a surrogate pair.
+        """
+        try:
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise ValueError(_NOT_UNICODE) from error
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; bytes that are no UTF-8 become U+FFFD.
@@ -95,16 +117,29 @@ class Tokenizer:
         return data.decode("utf-8", "replace")
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The conversation as a prompt; encode it with ``add_special=False``.
 
+        Args:
+            messages: ``{"role", "content"}`` objects as OpenAI's API has them.
+            add_generation_prompt: end with the opening of the assistant's turn.
+            variables: further template variables (``chat_template_kwargs``); an ``add_generation_prompt`` among them
+                counts more than the argument.
+
         Raises:
-            ChatTemplateError: no template, malformed messages, or a conversation that the template refuses.
+            ChatTemplateError: no template, malformed messages or variables, or a conversation that the template
+                refuses.
         """
         if self._chat_template is None:
             raise ChatTemplateError("This model has no chat template; use /v1/completions with a plain prompt.")
-        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, **kwargs)
+        return self._chat_template.render(
+            messages, {"add_generation_prompt": add_generation_prompt, **(variables or {})}
+        )
 
 
 class IncrementalDetokenizer(_IncrementalDetokenizer):

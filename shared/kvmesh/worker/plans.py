@@ -117,10 +117,11 @@ class Planner:
             text = self._tokenizer.apply_chat_template(
                 template_messages(request),
                 add_generation_prompt=request.add_generation_prompt is not False,
-                **(request.chat_template_kwargs or {}),
+                variables=request.chat_template_kwargs,
             )
         except ChatTemplateError as error:
-            raise bad_request(str(error), param="messages") from None
+            param = "messages" if error.variable is None else f"chat_template_kwargs.{error.variable}"
+            raise bad_request(str(error), param=param, code="chat_template_error") from None
         return self._encode(text, add_special=False, param="messages")
 
     def _encode(self, text: str, add_special: bool, param: str = "prompt") -> np.ndarray:

@@ -41,15 +41,20 @@ class FakeTokenizer:
     """One id per printable ASCII character."""
 
     vocab_size = len(VOCABULARY)
+    longest_token_chars = 1
 
-    def encode(self, text: str, *, add_special: bool = True) -> np.ndarray:
-        return np.array([ord(char) - 32 for char in text], dtype=np.int32)
+    def encode_many(self, texts: Sequence[str], *, add_special: bool = True) -> list[np.ndarray]:
+        return [np.array([ord(char) - 32 for char in text], dtype=np.int32) for text in texts]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(VOCABULARY[token] for token in ids)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         turns = "".join(f"<{message['role']}>{message['content']}" for message in messages)
         return turns + "<assistant>" * add_generation_prompt

@@ -210,6 +210,26 @@ async def test_two_requests_with_one_id_do_not_meet(mesh: Mesh, until: Until) ->
         assert all(name.startswith("same") for name in names)
 
 
+async def test_what_cannot_fit_is_refused_before_the_indexer_is_asked(mesh: Mesh, monkeypatch: Any) -> None:
+    async with mesh() as m:
+        asked: list[int] = []
+        matcher = m.router._pipeline._matcher
+        ask = matcher.match
+
+        async def match(model: str, ids: Any, **scope: Any) -> Any:
+            asked.append(len(ids))
+            return await ask(model, ids, **scope)
+
+        monkeypatch.setattr(matcher, "match", match)
+        body = {"model": "fake-model", "max_tokens": 1}
+        for prompt in ("x" * 257, [1] * 257, ["fine", "x" * 257]):
+            status, answer = await m.post("/v1/completions", {**body, "prompt": prompt})
+            assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert asked == []
+        assert (await m.post("/v1/completions", {**body, "prompt": ["a", "bc"]}))[0] == 200
+        assert asked == [1, 2]
+
+
 async def test_tokenize_and_detokenize(mesh: Mesh) -> None:
     async with mesh() as m:
         status, body = await m.post("/tokenize", {"prompt": "AB", "return_token_strs": True})

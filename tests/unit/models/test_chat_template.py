@@ -39,7 +39,9 @@ TEMPLATES = {
 @pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES.keys())
 @pytest.mark.parametrize("prompt", [True, False])
 def test_same_text_as_transformers(source: str, prompt: bool) -> None:
-    ours = ChatTemplate(source, {"bos_token": "<s>"}).render(TURNS, add_generation_prompt=prompt, enable_thinking=False)
+    ours = ChatTemplate(source, {"bos_token": "<s>"}).render(
+        TURNS, {"add_generation_prompt": prompt, "enable_thinking": False}
+    )
     (theirs,), _ = render_jinja_template(
         [TURNS], chat_template=source, add_generation_prompt=prompt, bos_token="<s>", enable_thinking=False
     )
@@ -52,6 +54,7 @@ def test_the_built_in_model(default_source: ModelSource, golden: list[dict[str, 
     assert prompt == golden[0]["prompt"]
     assert tokenizer.encode(prompt, add_special=False).tolist() == golden[0]["prompt_ids"]
     own_system = tokenizer.apply_chat_template(TURNS[:2], add_generation_prompt=False)
+    assert tokenizer.apply_chat_template(TURNS[:2], variables={"add_generation_prompt": False, "cls": 1}) == own_system
     assert own_system == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi <b>&</b> é<|im_end|>\n"
 
 
@@ -111,8 +114,15 @@ def test_the_template_cannot_change_the_callers_messages() -> None:
 
 
 def test_reserved_variables() -> None:
-    with pytest.raises(ChatTemplateError, match="'bos_token' cannot be set"):
-        ChatTemplate("x", {}).render(TURNS, bos_token="y")
+    template = ChatTemplate("{{ add_generation_prompt }}{{ cls }}", {})
+    assert template.render(TURNS) == "True"
+    assert template.render(TURNS, {"add_generation_prompt": False, "cls": 1}) == "False1"
+    for name in ("bos_token", "messages", "self", "tools", "documents"):
+        with pytest.raises(ChatTemplateError, match=f"'{name}' cannot be set") as caught:
+            template.render(TURNS, {name: []})
+        assert caught.value.variable == name
+    with pytest.raises(ChatTemplateError, match="must be true or false"):
+        template.render(TURNS, {"add_generation_prompt": "yes"})
 
 
 def test_an_invalid_template_is_found_at_start() -> None:

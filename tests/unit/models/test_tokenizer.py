@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,42 @@ def test_golden_prompts_and_texts(tokenizer: Tokenizer, golden: list[dict[str, A
         assert ids.dtype == np.int32
         assert ids.tolist() == item["prompt_ids"]
         assert tokenizer.decode(item["greedy_ids"], skip_special_tokens=False) == item["text"]
+
+
+def test_encode_many_equals_encode(tokenizer: Tokenizer) -> None:
+    texts = [*SAMPLES, "a long one " * 1000]
+    for special in (True, False):
+        many = tokenizer.encode_many(texts, add_special=special)
+        assert [ids.tolist() for ids in many] == [
+            tokenizer.encode(text, add_special=special).tolist() for text in texts
+        ]
+        assert all(ids.dtype == np.int32 for ids in many)
+    assert tokenizer.encode_many([]) == []
+    for text in ("\ud800", "long" * 1000 + "\ud800"):
+        with pytest.raises(ValueError, match="unpaired surrogate"):
+            tokenizer.encode(text)
+    with pytest.raises(ValueError, match="unpaired surrogate"):
+        tokenizer.encode_many(["fine", "\ud800"])
+
+
+def test_a_long_text_leaves_other_threads_running(tokenizer: Tokenizer) -> None:
+    done = threading.Event()
+
+    def encode() -> None:
+        tokenizer.encode("some words and 123 " * 40_000)
+        done.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    ticks = 0
+    while not done.wait(0.001):
+        ticks += 1
+    thread.join()
+    assert ticks > 10
+
+
+def test_longest_token(tokenizer: Tokenizer, reference: tokenizers.Tokenizer) -> None:
+    assert tokenizer.longest_token_chars == max(map(len, reference.get_vocab()))
 
 
 def test_facts_of_the_built_in_model(tokenizer: Tokenizer) -> None:
