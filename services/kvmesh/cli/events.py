@@ -146,23 +146,28 @@ class _Followers:
 
     async def _follow(self, name: str, endpoint: str, scope: anyio.CancelScope) -> None:
         with scope:
-            await _subscribe(name, endpoint, self._printer)
+            try:
+                await _subscribe(name, endpoint, self._printer)
+            except UserError as error:
+                self._printer.note(name, str(error))  # the others are followed all the same
 
 
 async def _subscribe(name: str, endpoint: str, printer: _Printer) -> None:
-    printer.note(name, f"following {endpoint}")
     context = zmq.asyncio.Context()
     socket = context.socket(zmq.SUB)
     socket.linger = 0
     try:
         socket.subscribe(b"")
         socket.connect(endpoint)
+        printer.note(name, f"following {endpoint}")
         while True:
             frames = await socket.recv_multipart()
             if len(frames) == 3:
                 printer.batch(name, frames)
     except zmq.ZMQError as error:
-        raise UserError(f"cannot subscribe to {endpoint}: {error}") from error
+        raise UserError(
+            f"cannot subscribe to {endpoint} ({zmq.strerror(error.errno or 0)}); an endpoint is like tcp://127.0.0.1:5557"
+        ) from error
     finally:
         socket.close()
         context.term()

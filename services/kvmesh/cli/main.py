@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, cast
 
-from kvmesh.cli.errors import UserError
+from kvmesh.cli.errors import UserError, user_errors
 from kvmesh.protocol.version import package_version
 
 __all__ = ["COMMANDS", "Command", "main"]
@@ -76,6 +76,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return module.run(args)
     except UserError as error:
         print(f"kvmesh {name}: {error}", file=sys.stderr)
+        return USER_ERROR
+    except ExceptionGroup as group:  # from a command that works in several tasks
+        sentences = user_errors(group)
+        if not sentences:
+            raise
+        print(*(f"kvmesh {name}: {text}" for text in sentences), sep="\n", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         return 130

@@ -23,16 +23,18 @@ def add_target_flags(parser: argparse.ArgumentParser) -> None:
 
 def router_url(args: argparse.Namespace) -> str:
     """The router's base URL."""
+    if args.url:
+        return _complete(args.url)
     state = _running()
-    url: str = args.url or (state.url if state is not None else DEFAULT_URL)
-    return _complete(url)
+    return state.url if state is not None else DEFAULT_URL
 
 
 def coordinator_url(args: argparse.Namespace) -> str:
     """The coordinator's base URL, from ``--coordinator``, the running mesh, or the default port."""
+    if args.coordinator:
+        return _complete(args.coordinator)
     state = _running()
-    url: str = args.coordinator or (state.coordinator_url if state is not None else DEFAULT_COORDINATOR_URL)
-    return _complete(url)
+    return state.coordinator_url if state is not None else DEFAULT_COORDINATOR_URL
 
 
 def auth_headers(args: argparse.Namespace) -> dict[str, str]:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from kvmesh.cli.errors import UserError
 from kvmesh.cli.main import COMMANDS, USER_ERROR, main
 
 
@@ -46,6 +47,23 @@ def test_a_bad_setting_is_one_sentence(capsys):
     error = capsys.readouterr().err
     assert error.startswith("kvmesh coordinator: lease_s: ")
     assert "Traceback" not in error
+
+
+def test_an_error_in_one_of_several_tasks_is_one_sentence(capsys):
+    assert main(["events", "--endpoint", "junk"]) == USER_ERROR
+    error = capsys.readouterr().err
+    assert error == (
+        "kvmesh events: cannot subscribe to junk (Invalid argument); an endpoint is like tcp://127.0.0.1:5557\n"
+    )
+
+
+def test_a_group_that_holds_our_own_mistakes_is_raised(monkeypatch):
+    def run(_args: object) -> int:
+        raise ExceptionGroup("tasks", [UserError("a sentence"), ExceptionGroup("more", [KeyError("a mistake")])])
+
+    monkeypatch.setattr("kvmesh.cli.events.run", run)
+    with pytest.raises(ExceptionGroup):
+        main(["events"])
 
 
 def test_commands_do_not_load_torch():
