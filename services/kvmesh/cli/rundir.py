@@ -1,11 +1,13 @@
 """The run directory of a mesh on this machine: who runs, where, and their logs.
 
 ``~/.kvmesh`` or ``$KVMESH_RUN_DIR``. One mesh a directory: its supervisor holds a lock on ``lock`` for as long as it
-lives. ``state.json`` is what ``down`` and ``status`` read; ``logs/`` outlives the mesh, everything else goes with it.
+lives. ``state.json`` is what ``down`` and ``status`` read. ``logs/`` outlives the mesh, everything else goes with it
+but the empty ``lock``: were it removed, one process could hold the removed file and another a new one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -15,6 +17,8 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+
+from kvmesh.cli.errors import UserError
 
 __all__ = ["FirstAnswer", "MeshState", "ProcessState", "RunDir", "RunDirBusyError", "is_running", "start_ticks"]
 
@@ -74,38 +78,59 @@ class RunDir:
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] | None = None) -> RunDir:
-        """``$KVMESH_RUN_DIR``, or ``~/.kvmesh``."""
+        """``$KVMESH_RUN_DIR``, or ``~/.kvmesh``.
+
+        Raises:
+            UserError: it begins with the home directory of a user who does not exist.
+        """
         given = (os.environ if env is None else env).get(RUN_DIR_VARIABLE)
-        return cls(Path(given).expanduser() if given else Path.home() / ".kvmesh")
+        try:
+            return cls(Path(given).expanduser() if given else Path.home() / ".kvmesh")
+        except RuntimeError as error:
+            raise UserError(f"{RUN_DIR_VARIABLE}={given or ''}: {error}") from error
+
+    def prepare(self) -> None:
+        """Make the directory and that of the logs, for this user only.
+
+        Raises:
+            UserError: that is not possible here.
+        """
+        with self._usable():
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # One by one: a parent that mkdir makes on the way gets the default mode.
+            self.logs.mkdir(exist_ok=True, mode=0o700)
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Be the one mesh of this directory; at the end only the logs stay.
+        """Be the one mesh of this directory; at the end the logs stay, and the lock.
 
         Raises:
             RunDirBusyError: another one is.
+            UserError: the directory cannot be used.
         """
-        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with self._usable():
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise RunDirBusyError(str(self.path)) from None
-            self.logs.mkdir(exist_ok=True, mode=0o700)
-            self.configs.mkdir(exist_ok=True, mode=0o700)
+            self.prepare()
+            with self._usable():
+                self.configs.mkdir(exist_ok=True, mode=0o700)
             try:
                 yield
             finally:
-                self.clear()
+                shutil.rmtree(self.configs, ignore_errors=True)
+                self._state.unlink(missing_ok=True)
         finally:
             os.close(descriptor)
 
     def clear(self) -> None:
-        """Remove everything but the logs."""
-        shutil.rmtree(self.configs, ignore_errors=True)
-        self._state.unlink(missing_ok=True)
-        self._lock.unlink(missing_ok=True)
+        """Remove what a mesh that was killed has left, unless another one runs here by now."""
+        with contextlib.suppress(RunDirBusyError), self.claimed():
+            pass
 
     def log_of(self, name: str) -> Path:
         """Where the process ``name`` logs."""
@@ -114,15 +139,36 @@ class RunDir:
     def write(self, state: MeshState) -> None:
         """Replace the state, atomically."""
         temporary = self._state.with_suffix(".tmp")
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=1))
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, 0o600)  # one that was left behind keeps its mode
+            file.write(msgspec.json.format(msgspec.json.encode(state), indent=1))
         temporary.replace(self._state)
 
     def read(self) -> MeshState | None:
-        """The state, or None when no mesh was started here (or it ended well)."""
+        """The state, or None when no mesh was started here (or it ended well).
+
+        Raises:
+            UserError: the directory cannot be read.
+        """
         try:
-            return msgspec.json.decode(self._state.read_bytes(), type=MeshState)
-        except (FileNotFoundError, msgspec.DecodeError, msgspec.ValidationError):
+            with self._usable():
+                return msgspec.json.decode(self._state.read_bytes(), type=MeshState)
+        except (FileNotFoundError, msgspec.DecodeError):
             return None
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        """What the file system refuses, as a sentence; a file that is absent where one is read stays what it is."""
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and error.filename == str(self._state):
+                raise
+            raise UserError(
+                f"the run directory {self.path} cannot be used ({error.strerror}: {error.filename}); "
+                f"set {RUN_DIR_VARIABLE} to a directory of your own"
+            ) from error
 
 
 def start_ticks(pid: int) -> int:

@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     run_dir = RunDir.from_environment()
     mesh = _settings(args)
     _refuse_second(run_dir)
+    run_dir.prepare()
     try:
         with download_bar(f"fetching {mesh.model}", console) as progress:
             resolve_model(mesh.model, progress=progress)
@@ -141,7 +142,6 @@ def _explain(console: Console, error: StartFailedError) -> None:
 
 def _detach(args: argparse.Namespace, console: Console, run_dir: RunDir, mesh: MeshSettings) -> int:
     """Start a foreground mesh in a session of its own and wait until it is ready."""
-    run_dir.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
     log_path = run_dir.log_of("supervisor")
     flags = [value for value in args.raw if value != "--detach"]
     with log_path.open("wb") as log:

@@ -60,7 +60,7 @@ class Command:
         return state
 
     def assert_nothing_left(self, state: MeshState) -> None:
-        assert [path.name for path in self.run_dir.path.iterdir()] == ["logs"]
+        assert {path.name for path in self.run_dir.path.iterdir()} == {"logs", "lock"}
         assert list(self.temp.iterdir()) == []
         wait(lambda: not any(start_ticks(child.pid) for child in state.children))
 
@@ -138,6 +138,8 @@ def test_detached_and_down(command):
     assert "KVMesh is ready at" in up.stdout
     assert "kvmesh down stops it" in up.stdout
     state = command.ready()
+    assert command.run_dir.path.stat().st_mode & 0o777 == 0o700
+    assert (command.run_dir.path / "state.json").stat().st_mode & 0o777 == 0o600
     down = command.run("down")
     assert down.stdout == f"stopped {state.url}\n"
     assert start_ticks(state.supervisor.pid) == 0
@@ -159,7 +161,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_start_with_its_log(command):
     assert up.returncode == 1
     assert "generation-0 does not start (exit status 2)" in up.stdout
     assert "this model cannot be loaded" in up.stdout
-    assert [path.name for path in command.run_dir.path.iterdir()] == ["logs"]
+    assert {path.name for path in command.run_dir.path.iterdir()} == {"logs", "lock"}
     detached = command.run("up", "--detach", "--model=broken", *PORTS)
     assert detached.returncode == 1
     assert "this model cannot be loaded" in detached.stdout
@@ -176,6 +178,17 @@ def test_a_taken_port_is_named(command):
         up = command.run("up", f"--port={listener.getsockname()[1]}")
     assert up.returncode == 2
     assert "is taken; choose another with --port" in up.stderr
+
+
+@pytest.mark.parametrize("argv", [("up",), ("up", "--detach"), ("status",), ("down",)], ids=" ".join)
+def test_a_run_directory_that_is_none_is_one_sentence(command, argv):
+    file = command.temp / "file"
+    file.touch()
+    command.env["KVMESH_RUN_DIR"] = str(file)
+    done = command.run(*argv)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"kvmesh {argv[0]}: the run directory {file} cannot be used")
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("flags", [("--context=0",), ("--set=contxt.port=1",), ("--config=/absent.yaml",)])
