@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -15,10 +16,8 @@ from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.openai.fanout import merge_usage
 from kvmesh.protocol.openai.requests import ApiKind, ChatCompletionRequest
 from kvmesh.protocol.openai.responses import (
-    ChatChoice,
     ChatLogprobs,
     ChatResponse,
-    CompletionChoice,
     CompletionLogprobs,
     CompletionResponse,
     Usage,
@@ -61,16 +60,18 @@ class Answerer:
                 self._observe(plan.sequences[index], delta)
                 collected[index].append(delta)
         kind = _kind(plan)
-        head = {"id": response_id(kind, plan.request_id), "created": plan.created, "model": plan.request.model}
-        if kind == "chat":
-            chats = [
-                self._chat_choice(plan, *pair) for pair in zip(plan.sequences, map(_joined, collected), strict=True)
-            ]
-            return ChatResponse(**head, choices=chats, usage=self._usage(plan))  # type: ignore[arg-type]
-        texts = [
-            self._completion_choice(plan, *pair) for pair in zip(plan.sequences, map(_joined, collected), strict=True)
+        choices = [
+            self._choice(plan, sequence, _joined(deltas))
+            for sequence, deltas in zip(plan.sequences, collected, strict=True)
         ]
-        return CompletionResponse(**head, choices=texts, usage=self._usage(plan))  # type: ignore[arg-type]
+        response = ChatResponse if kind == "chat" else CompletionResponse
+        return response(
+            id=response_id(kind, plan.request_id),
+            created=plan.created,
+            model=plan.request.model,
+            choices=choices,
+            usage=self._usage(plan),
+        )
 
     async def events(self, plan: Plan) -> AsyncIterator[bytes]:
         """Server-sent events, from the first chunk to ``[DONE]``.
@@ -117,29 +118,15 @@ class Answerer:
             disaggregated_params=self._params(plan, sequence, delta),
         )
 
-    def _completion_choice(self, plan: Plan, sequence: PlannedSequence, delta: Delta) -> CompletionChoice:
-        logprobs = self._logprobs(plan, delta)
-        assert not isinstance(logprobs, ChatLogprobs)
-        return completion_choice(
+    def _choice(self, plan: Plan, sequence: PlannedSequence, delta: Delta) -> Any:
+        """The choice of a finished sequence, in the form of the request's API."""
+        build: Callable[..., Any] = chat_choice if _kind(plan) == "chat" else completion_choice
+        return build(
             sequence.spec.index,
             delta.text,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
-            logprobs=logprobs,
-            token_ids=delta.token_ids if plan.request.return_token_ids else None,
-            prompt_token_ids=_prompt_ids(plan, sequence),
-            disaggregated_params=self._params(plan, sequence, delta),
-        )
-
-    def _chat_choice(self, plan: Plan, sequence: PlannedSequence, delta: Delta) -> ChatChoice:
-        logprobs = self._logprobs(plan, delta)
-        assert not isinstance(logprobs, CompletionLogprobs)
-        return chat_choice(
-            sequence.spec.index,
-            delta.text,
-            finish_reason=delta.finish_reason,
-            stop_reason=delta.stop_reason,
-            logprobs=logprobs,
+            logprobs=self._logprobs(plan, delta),
             token_ids=delta.token_ids if plan.request.return_token_ids else None,
             prompt_token_ids=_prompt_ids(plan, sequence),
             disaggregated_params=self._params(plan, sequence, delta),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import time
 import uuid
@@ -27,7 +26,7 @@ from kvmesh.net.http import REQUEST_ID, api_key_middleware, json_response, read_
 from kvmesh.net.service import Health, Service
 from kvmesh.protocol.engine import Generate
 from kvmesh.protocol.errors import ApiError, unavailable
-from kvmesh.protocol.members import Load, Member, MemberEvent
+from kvmesh.protocol.members import Load, MemberEvent
 from kvmesh.protocol.openai.requests import ApiKind, decode_request
 from kvmesh.protocol.openai.responses import encode
 from kvmesh.protocol.openai.service import ModelCard, ModelList
@@ -38,6 +37,7 @@ from kvmesh.protocol.version import package_version
 from kvmesh.telemetry import get_logger
 from kvmesh.telemetry.tracing import Tracing
 from kvmesh.worker.answers import Answerer
+from kvmesh.worker.facts import load_of, member_of, server_info
 from kvmesh.worker.observations import Observations
 from kvmesh.worker.plans import ModelFacts, Plan, Planner
 
@@ -155,21 +155,7 @@ class WorkerService(Service):
 
     def load(self) -> Load:
         """What this worker tells the others with each heartbeat."""
-        if self._engine is None:
-            return Load()
-        stats = self._engine.stats
-        return Load(
-            healthy=self._healthy,
-            running=stats.running,
-            waiting=stats.waiting,
-            in_transfer=stats.in_transfer,
-            pages_total=stats.pages_total,
-            pages_free=stats.pages_free,
-            pages_evictable=stats.pages_evictable,
-            prompt_tokens_total=stats.prompt_tokens_total,
-            cached_tokens_total=stats.cached_tokens_total,
-            generated_tokens_total=stats.generated_tokens_total,
-        )
+        return Load() if self._engine is None else load_of(self._engine.stats, healthy=self._healthy)
 
     async def _join(self, tasks: TaskGroup, coordinator_url: str, url: str, engine: EngineClient) -> None:
         coordinator = CoordinatorClient(coordinator_url)
@@ -179,33 +165,12 @@ class WorkerService(Service):
         self.metrics.collect_statistics("kvmesh_worker", coordinator.statistics)
         # Peers have forgotten what an older life gave out; only a new engine signs with a new epoch.
         coordinator.announce(
-            self._member(url, engine),
+            member_of(self.settings, self._facts.name, engine.ready, epoch=engine.epoch, url=url),
             self.load,
             on_epoch=lambda epoch: self._fail(f"the mesh took this worker for dead; its next life is epoch {epoch}"),
             on_fenced=lambda: self._fail("a newer process has taken this instance id"),
         )
         self._coordinator = coordinator
-
-    def _member(self, url: str, engine: EngineClient) -> Member:
-        ready = engine.ready
-        return Member(
-            instance_id=self.instance_id,
-            role=self.settings.role,
-            url=url,
-            epoch=engine.epoch,
-            model=self._facts.name,
-            compat_digest=ready.layout_digest,
-            tokens_per_block=ready.tokens_per_block,
-            kv_cache_hash_algo=ready.kv_cache_hash_algo,
-            max_batch_size=ready.max_batch_size,
-            max_seq_len=ready.max_seq_len,
-            ctx_info_endpoint=ready.ctx_info_endpoint,
-            transfer_backend=ready.transfer_backend,
-            events_endpoint=ready.events_endpoint,
-            replay_endpoint=ready.replay_endpoint,
-            started_unix_ms=self._created * 1000,
-            pid=os.getpid(),
-        )
 
     def _on_member_event(self, engine: EngineClient) -> Any:
         def hear(event: MemberEvent) -> None:
@@ -359,34 +324,7 @@ class WorkerService(Service):
 
     async def _server_info(self, _request: web.Request) -> web.Response:
         engine = self._running_engine()
-        ready = engine.ready
-        return json_response(
-            {
-                "instance_id": self.instance_id,
-                "epoch": engine.epoch,
-                "role": self.settings.role,
-                "dialect": "kvmesh",
-                "protocol": ready.protocol,
-                "version": package_version(),
-                "model": self._facts.name,
-                "max_batch_size": ready.max_batch_size,
-                "max_num_tokens": ready.max_num_tokens,
-                "max_seq_len": ready.max_seq_len,
-                "tokens_per_block": ready.tokens_per_block,
-                "kv_cache_hash_algo": ready.kv_cache_hash_algo,
-                "compat_digest": ready.layout_digest,
-                "num_pages": ready.num_pages,
-                "page_bytes": ready.page_bytes,
-                "device": ready.device,
-                "transfer_backend": ready.transfer_backend,
-                "events_endpoint": ready.events_endpoint,
-                "replay_endpoint": ready.replay_endpoint,
-                "disaggregated_params": {
-                    "ctx_info_endpoint": [ready.ctx_info_endpoint] if ready.ctx_info_endpoint else [],
-                    "ctx_dp_rank": 0,
-                },
-            }
-        )
+        return json_response(server_info(self.settings, self._facts.name, engine.ready, epoch=engine.epoch))
 
     async def _version(self, _request: web.Request) -> web.Response:
         return json_response({"version": package_version()})

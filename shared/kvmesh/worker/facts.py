@@ -1,0 +1,85 @@
+"""What a worker tells others about itself: its entry in the membership, its load, and ``/server_info``."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from kvmesh.config import WorkerSettings
+from kvmesh.protocol.engine import EngineReady, EngineStats
+from kvmesh.protocol.members import Load, Member
+from kvmesh.protocol.version import package_version
+
+__all__ = ["load_of", "member_of", "server_info"]
+
+DIALECT = "kvmesh"
+"""Which of a router's adapters speaks to this worker."""
+
+
+def load_of(stats: EngineStats, *, healthy: bool) -> Load:
+    """What a worker is doing now, for its heartbeats."""
+    return Load(
+        healthy=healthy,
+        running=stats.running,
+        waiting=stats.waiting,
+        in_transfer=stats.in_transfer,
+        pages_total=stats.pages_total,
+        pages_free=stats.pages_free,
+        pages_evictable=stats.pages_evictable,
+        prompt_tokens_total=stats.prompt_tokens_total,
+        cached_tokens_total=stats.cached_tokens_total,
+        generated_tokens_total=stats.generated_tokens_total,
+    )
+
+
+def member_of(settings: WorkerSettings, model_name: str, ready: EngineReady, *, epoch: int, url: str) -> Member:
+    """The worker as a member of the mesh, about to register."""
+    return Member(
+        instance_id=settings.instance_id or "",
+        role=settings.role,
+        url=url,
+        epoch=epoch,
+        dialect=DIALECT,
+        model=model_name,
+        compat_digest=ready.layout_digest,
+        tokens_per_block=ready.tokens_per_block,
+        kv_cache_hash_algo=ready.kv_cache_hash_algo,
+        max_batch_size=ready.max_batch_size,
+        max_seq_len=ready.max_seq_len,
+        ctx_info_endpoint=ready.ctx_info_endpoint,
+        transfer_backend=ready.transfer_backend,
+        events_endpoint=ready.events_endpoint,
+        replay_endpoint=ready.replay_endpoint,
+        started_unix_ms=time.time_ns() // 1_000_000,
+        pid=os.getpid(),
+    )
+
+
+def server_info(settings: WorkerSettings, model_name: str, ready: EngineReady, *, epoch: int) -> dict[str, Any]:
+    """The body of ``/server_info``: TensorRT-LLM's fields, and what a router without a coordinator needs."""
+    return {
+        "instance_id": settings.instance_id,
+        "epoch": epoch,
+        "role": settings.role,
+        "dialect": DIALECT,
+        "protocol": ready.protocol,
+        "version": package_version(),
+        "model": model_name,
+        "max_batch_size": ready.max_batch_size,
+        "max_num_tokens": ready.max_num_tokens,
+        "max_seq_len": ready.max_seq_len,
+        "tokens_per_block": ready.tokens_per_block,
+        "kv_cache_hash_algo": ready.kv_cache_hash_algo,
+        "compat_digest": ready.layout_digest,
+        "num_pages": ready.num_pages,
+        "page_bytes": ready.page_bytes,
+        "device": ready.device,
+        "transfer_backend": ready.transfer_backend,
+        "events_endpoint": ready.events_endpoint,
+        "replay_endpoint": ready.replay_endpoint,
+        "disaggregated_params": {
+            "ctx_info_endpoint": [ready.ctx_info_endpoint] if ready.ctx_info_endpoint else [],
+            "ctx_dp_rank": 0,
+        },
+    }
