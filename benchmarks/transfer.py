@@ -33,6 +33,8 @@ from kvmesh.transceiver import PoolMemory, Transceiver, create_transceiver
 
 WAYS = {"memfd": ("DEFAULT", "memfd"), "tcp": ("DEFAULT", "tcp"), "nixl": ("NIXL", "auto")}
 LATENCY_ROUNDS = 200
+PROMPT_DIGEST = bytes(32)
+"""Every transfer is of the same prompt."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def context_process(pipe: Connection, arguments: tuple[Any, ...], threads: int) 
         engine.transfers += 1
         tokens = count * engine.layout.tokens_per_block
         lease = Lease(engine.scattered(count))
-        pipe.send(engine.transceiver.respond_and_send(engine.transfers, "benchmark", lease, tokens, 0))
+        pipe.send(engine.transceiver.respond_and_send(engine.transfers, "benchmark", lease, tokens, 0, PROMPT_DIGEST))
     engine.transceiver.shutdown()
 
 
@@ -137,7 +139,7 @@ def move_s(engine: Engine, pipe: Connection, count: int) -> float:
     engine.transfers += 1
     lease = Lease(engine.scattered(count))
     start_s = time.perf_counter()
-    engine.transceiver.request_and_receive(engine.transfers, "benchmark", handoff, lease, [0])
+    engine.transceiver.request_and_receive(engine.transfers, "benchmark", handoff, lease, [0], PROMPT_DIGEST)
     ended = engine.transceiver.check_gen_transfer_status(1)
     elapsed_s = time.perf_counter() - start_s
     if ended.completed != [engine.transfers]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from kvmesh.config import CacheTransceiverConfig
 from kvmesh.engine.sequence import Sequence
 from kvmesh.engine.waiting import LoopWaiter
+from kvmesh.hashing import v2_partial_key, v2_root
 from kvmesh.net.clock import Clock
 from kvmesh.protocol.disagg import HandOff
 from kvmesh.protocol.errors import ApiError, bad_request
@@ -124,7 +125,12 @@ class TransferDesk:
         lease = seq.cache.hold(length)
         try:
             handoff = self.transceiver.respond_and_send(
-                seq.transfer_id, seq.request_id, lease, num_tokens=length, seed=seq.params.seed
+                seq.transfer_id,
+                seq.request_id,
+                lease,
+                num_tokens=length,
+                seed=seq.params.seed,
+                prompt_digest=_prompt_digest(seq),
             )
         except ValueError as error:
             lease.release()
@@ -136,14 +142,14 @@ class TransferDesk:
         """Ask for the blocks of a prompt from ``first_missing_blocks`` (one per layer group) on.
 
         Raises:
-            ApiError: the hand-off is not accepted (403), or is not for this prompt (400).
+            ApiError: the hand-off is not accepted (403), or is for another prompt or does not fit (400).
         """
         assert seq.cache is not None
         assert seq.handoff is not None
         lease = seq.cache.hold(seq.history.prompt_length)
         try:
             size = self.transceiver.request_and_receive(
-                seq.transfer_id, seq.request_id, seq.handoff, lease, first_missing_blocks
+                seq.transfer_id, seq.request_id, seq.handoff, lease, first_missing_blocks, _prompt_digest(seq)
             )
         except TicketError:
             lease.release()
@@ -220,6 +226,11 @@ class TransferDesk:
             code="kv_transfer_timeout",
             retry_after_s=_RETRY_AFTER_S,
         )
+
+
+def _prompt_digest(seq: Sequence) -> bytes:
+    """SHA-256 of the scope's root key and all tokens of the prompt: as one block, so that block sizes play no part."""
+    return v2_partial_key(seq.history.slice(0, seq.history.prompt_length), v2_root(seq.scope))
 
 
 def _failure(failure: TransferFailure) -> ApiError:

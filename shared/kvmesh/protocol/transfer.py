@@ -36,6 +36,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     owner_epoch: int
     num_tokens: int
     """Tokens whose KV the pages hold (the prompt's length)."""
+    prompt_digest: bytes
+    """32 bytes that name those tokens and their reuse scope: the pages serve no other prompt."""
     layout_digest: str
     expires_unix_ms: int
     nonce: bytes

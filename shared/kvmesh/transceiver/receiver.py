@@ -6,6 +6,7 @@ Messages are handled on the control thread, slow work (attaching, copying, check
 
 from __future__ import annotations
 
+import hmac
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -21,7 +22,7 @@ from kvmesh.transceiver.runs import encode_pages
 from kvmesh.transceiver.sessions import ReceiveSession
 from kvmesh.transceiver.states import ReceiveEvent, SessionState, next_receive_status
 from kvmesh.transceiver.table import SessionTable
-from kvmesh.transceiver.tickets import TicketError, check_ticket
+from kvmesh.transceiver.tickets import PromptMismatchError, TicketError, check_ticket
 from kvmesh.transceiver.types import PageLease, PeerKey, TransferPoll, TransferSize
 
 __all__ = ["ReceiverSide"]
@@ -45,17 +46,31 @@ class ReceiverSide:
     # The executor's thread.
 
     def open(
-        self, transfer_id: int, request_id: str, handoff: HandOff, lease: PageLease, first_block: Sequence[int]
+        self,
+        transfer_id: int,
+        request_id: str,
+        handoff: HandOff,
+        lease: PageLease,
+        first_block: Sequence[int],
+        prompt_digest: bytes,
     ) -> TransferSize:
         """Ask the owner for the blocks from ``first_block[group]`` on, into the pages of ``lease``; returns how much.
 
         Raises:
             TicketError: 403, the hand-off was not signed in this cluster, has expired or is for something else.
+            PromptMismatchError: 400, the pages on offer hold another prompt than ``prompt_digest`` names.
             DuplicateTransferError: this transfer is open already; the lease stays the caller's.
             ValueError: the lease or ``first_block`` does not fit the hand-off.
         """
         engine = self._engine
         ticket = self._accept(transfer_id, handoff)
+        if not hmac.compare_digest(ticket.prompt_digest, prompt_digest):
+            # Else pages of one prompt would become reusable here under the keys of another.
+            with self.table.lock:
+                self.table.counters.refused += 1
+            raise PromptMismatchError(
+                f"the hand-off of transfer {transfer_id} is for another prompt or cache_salt than this request's"
+            )
         peer = PeerKey(ticket.owner_instance_id, ticket.owner_epoch)
         if len(first_block) != engine.num_groups:
             raise ValueError(f"first blocks of {len(first_block)} layer groups for a layout of {engine.num_groups}")

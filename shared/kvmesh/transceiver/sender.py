@@ -51,7 +51,13 @@ class SenderSide:
     # The executor's thread.
 
     def open(
-        self, transfer_id: int, request_id: str, lease: PageLease, num_tokens: int, control_endpoint: str
+        self,
+        transfer_id: int,
+        request_id: str,
+        lease: PageLease,
+        num_tokens: int,
+        control_endpoint: str,
+        prompt_digest: bytes,
     ) -> bytes:
         """Open a session and mint its ticket; the lease is kept until every reader is terminal.
 
@@ -66,6 +72,7 @@ class SenderSide:
             owner_instance_id=engine.key.instance_id,
             owner_epoch=engine.key.epoch,
             num_tokens=num_tokens,
+            prompt_digest=prompt_digest,
             layout_digest=engine.handshake.mine.layout_digest,
             expires_unix_ms=engine.now_unix_ms() + round(engine.times.timeout_s * 1000),
             nonce=secrets.token_bytes(NONCE_BYTES),

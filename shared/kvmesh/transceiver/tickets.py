@@ -17,7 +17,7 @@ from kvmesh.protocol.transfer import Ticket
 from kvmesh.protocol.version import PROTOCOL_VERSION
 from kvmesh.transceiver.types import PeerKey
 
-__all__ = ["Signer", "SpentNonces", "TicketError", "check_ticket"]
+__all__ = ["PromptMismatchError", "Signer", "SpentNonces", "TicketError", "check_ticket"]
 
 MAC_BYTES = hashlib.sha256().digest_size
 MAX_TICKET_BYTES = 4096
@@ -30,6 +30,14 @@ class TicketError(ApiError):
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(403, message, type="permission_error", code=code)
+
+
+class PromptMismatchError(TicketError):
+    """A good ticket in the wrong request: its pages hold another prompt. Status 400, code ``ticket_mismatch``."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("ticket_mismatch", message)
+        self.status, self.type = 400, "invalid_request_error"
 
 
 class Signer:

@@ -113,7 +113,7 @@ class Transceiver:
     # The context side.
 
     def respond_and_send(
-        self, transfer_id: int, request_id: str, lease: PageLease, num_tokens: int, seed: int
+        self, transfer_id: int, request_id: str, lease: PageLease, num_tokens: int, seed: int, prompt_digest: bytes
     ) -> bytes:
         """Offer the pages of a finished prompt, and keep ``lease`` until every reader of them is terminal.
 
@@ -125,6 +125,7 @@ class Transceiver:
             lease: the pages of the prompt; released by the transceiver, exactly once.
             num_tokens: length of the prompt.
             seed: the resolved sampling seed, for the generation server.
+            prompt_digest: 32 bytes that name the prompt's tokens and scope; the receiver must state the same.
 
         Returns:
             The msgpack of a :class:`kvmesh.protocol.disagg.HandOff`.
@@ -133,7 +134,7 @@ class Transceiver:
             DuplicateTransferError: the transfer is open already; the lease stays the caller's.
             ValueError: the lease does not hold ``num_tokens`` tokens; the lease stays the caller's.
         """
-        token = self._sender.open(transfer_id, request_id, lease, num_tokens, self.control_endpoint)
+        token = self._sender.open(transfer_id, request_id, lease, num_tokens, self.control_endpoint, prompt_digest)
         mine = self._introduction
         return msgspec.msgpack.encode(
             HandOff(
@@ -168,6 +169,7 @@ class Transceiver:
         handoff: HandOff,
         lease: PageLease,
         first_missing_block_per_group: Sequence[int],
+        prompt_digest: bytes,
     ) -> TransferSize:
         """Ask for the pages of a prompt that are missing here, into the pages of ``lease``, which is kept meanwhile.
 
@@ -177,16 +179,20 @@ class Transceiver:
             handoff: what the context server gave.
             lease: pages for the whole prompt; released by the transceiver, exactly once.
             first_missing_block_per_group: for every layer group, how many blocks from the left are held already.
+            prompt_digest: names the prompt that the pages must hold.
 
         Returns:
             What was asked for.
 
         Raises:
             TicketError: 403; the ticket is forged, expired or for another transfer. The lease stays the caller's.
+            PromptMismatchError: 400; the pages on offer hold another prompt. The lease stays the caller's.
             DuplicateTransferError: the transfer is open already. The lease stays the caller's.
             ValueError: the arguments do not fit together. The lease stays the caller's.
         """
-        return self._receiver.open(transfer_id, request_id, handoff, lease, first_missing_block_per_group)
+        return self._receiver.open(
+            transfer_id, request_id, handoff, lease, first_missing_block_per_group, prompt_digest
+        )
 
     def check_gen_transfer_status(self, at_least: int) -> TransferPoll:
         """What ended on the generation side since the last call; releases the leases of what is over.

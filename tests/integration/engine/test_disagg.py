@@ -168,7 +168,9 @@ def test_a_received_sequence_survives_preemption(make_engine: Make, prompt: Make
     [
         ({"handoff": b"\x00"}, 400, "invalid_handoff"),
         ({"first_tokens": []}, 400, None),
-        ({"prompt": 8}, 400, "invalid_handoff"),
+        ({"prompt": 8}, 400, "ticket_mismatch"),
+        ({"other_prompt": True}, 400, "ticket_mismatch"),
+        ({"cache_salt": "x"}, 400, "ticket_mismatch"),
         ({"forge": True}, 403, "ticket_forged"),
         ({"transfer_id": 999}, 403, "ticket_mismatch"),
     ],
@@ -186,6 +188,8 @@ def test_a_bad_hand_off_fails_only_its_request(
         change["handoff"] = msgspec.msgpack.encode(msgspec.structs.replace(handoff, ticket=ticket))
     if length := change.pop("prompt", 0):
         change["prompt_token_ids"] = prompt(length)
+    if change.pop("other_prompt", False):
+        change["prompt_token_ids"] = prompt(9, 1)
     request = msgspec.structs.replace(request, **change)
     pair.generation.submit(request)
     pair.until(lambda: all(answer.over for answer in pair.generation.answers.values()))
@@ -193,8 +197,23 @@ def test_a_bad_hand_off_fails_only_its_request(
     assert (failure.status, failure.code) == (status, code)
     assert pair.generation.answers["bystander"].reason == "length"
     refused = pair.generation.engine.reporter._statistics().transfers_refused_total
-    assert (refused > 0) is (status == 403), "forged and misused tickets are counted"
+    assert (refused > 0) is ((code or "").startswith("ticket_")), "forged and misused tickets are counted"
     pair.generation.check_idle()
+
+
+def test_pages_of_one_prompt_do_not_become_another_s(
+    pair: Pair, make_engine: Make, prompt: Make, request_of: Make
+) -> None:
+    """A hand-off in a request with another prompt of the same length leaves nothing to reuse in the cache."""
+    expected = make_engine().run(request_of("whole", prompt(21, 1)))[0].tokens
+    transfer_id, first = pair.prefill(prompt(21))
+    failure = pair.decode(transfer_id, prompt(21, 1), first).failure
+    assert (failure.status, failure.error_type, failure.code) == (400, "invalid_request_error", "ticket_mismatch")
+    assert "another prompt" in failure.message
+    [answer] = pair.generation.run(request_of("victim", prompt(21, 1)))
+    assert (answer.last.cached_tokens, answer.tokens) == (0, expected)
+    pair.context.executor.abort(f"c{transfer_id}")
+    pair.check_idle()
 
 
 def test_declined_pages_go_back_at_once(pair: Pair, prompt: Make) -> None:

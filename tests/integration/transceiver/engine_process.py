@@ -22,6 +22,9 @@ from kvmesh.protocol.errors import ApiError
 from kvmesh.telemetry import configure_logging
 from kvmesh.transceiver import PoolMemory, create_transceiver
 
+PROMPT_DIGEST = bytes(32)
+"""Every transfer is of the same prompt."""
+
 
 class Lease:
     def __init__(self, pages: list[int]) -> None:
@@ -106,14 +109,16 @@ class EngineProcess:
     def offer(self, transfer: int, pages: list[int]) -> str:
         self.leases[transfer] = Lease(pages)
         handoff = self.transceiver.respond_and_send(
-            transfer, f"request-{transfer}", self.leases[transfer], 16 * len(pages) - 5, 7
+            transfer, f"request-{transfer}", self.leases[transfer], 16 * len(pages) - 5, 7, PROMPT_DIGEST
         )
         return base64.b64encode(handoff).decode()
 
     def ask(self, transfer: int, handoff: str, pages: list[int], first: int = 0) -> None:
         self.leases[transfer] = Lease(pages)
         decoded = msgspec.msgpack.decode(base64.b64decode(handoff), type=HandOff)
-        self.transceiver.request_and_receive(transfer, f"request-{transfer}", decoded, self.leases[transfer], [first])
+        self.transceiver.request_and_receive(
+            transfer, f"request-{transfer}", decoded, self.leases[transfer], [first], PROMPT_DIGEST
+        )
 
     def poll(self, side: str, at_least: int = 0) -> dict[str, Any]:
         look = (

@@ -14,6 +14,7 @@ from kvmesh.engine.sequence import Sequence
 from kvmesh.engine.tokens import TokenHistory
 from kvmesh.engine.transfers import TransferDesk
 from kvmesh.engine.waiting import LoopWaiter
+from kvmesh.hashing import ReuseScope
 from kvmesh.net.clock import ManualClock
 from kvmesh.protocol.disagg import HandOff
 from kvmesh.protocol.errors import ApiError
@@ -22,6 +23,7 @@ from kvmesh.transceiver import TicketError, TransferFailure, TransferPoll, Trans
 
 HANDOFF = HandOff(ticket=b"t", control_endpoint="tcp://h:1", instance_id="c", epoch=1, layout_digest="d", seed=0)
 NOTHING = TransferPoll([], [], [], [])
+UNSCOPED = ReuseScope()
 
 
 class ScriptedTransceiver:
@@ -29,6 +31,7 @@ class ScriptedTransceiver:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
+        self.digests: list[bytes] = []
         self.context = NOTHING
         self.generation = NOTHING
         self.undrained: set[int] = set()
@@ -36,14 +39,24 @@ class ScriptedTransceiver:
         self.has_tracked_transfers = False
         self.awaits_quiet = False
 
-    def respond_and_send(self, transfer_id: int, request_id: str, lease: object, num_tokens: int, seed: int) -> bytes:
+    def respond_and_send(
+        self, transfer_id: int, request_id: str, lease: object, num_tokens: int, seed: int, prompt_digest: bytes
+    ) -> bytes:
+        self.digests.append(prompt_digest)
         self.calls.append(("send", transfer_id, num_tokens, seed))
         self.has_tracked_transfers = True
         return b"handoff"
 
     def request_and_receive(
-        self, transfer_id: int, request_id: str, handoff: HandOff, lease: object, first_missing: list[int]
+        self,
+        transfer_id: int,
+        request_id: str,
+        handoff: HandOff,
+        lease: object,
+        first_missing: list[int],
+        prompt_digest: bytes,
     ) -> TransferSize:
+        self.digests.append(prompt_digest)
         self.calls.append(("receive", transfer_id, first_missing))
         self.has_tracked_transfers = True
         return TransferSize(3, 3 * 512)
@@ -94,8 +107,8 @@ def desk(transceiver: ScriptedTransceiver, clock: ManualClock) -> TransferDesk:
     return TransferDesk(transceiver, config, LoopWaiter(None, clock), clock)  # type: ignore[arg-type]
 
 
-def sequence(transfer_id: int, kind: Any = "generation") -> Sequence:
-    history = TokenHistory(np.arange(40, dtype=np.int32))
+def sequence(transfer_id: int, kind: Any = "generation", first: int = 0, scope: ReuseScope = UNSCOPED) -> Sequence:
+    history = TokenHistory(np.arange(first, first + 40, dtype=np.int32))
     params = SamplingParams(max_tokens=4, seed=77)
     return Sequence(
         request_id=f"r{transfer_id}",
@@ -103,7 +116,7 @@ def sequence(transfer_id: int, kind: Any = "generation") -> Sequence:
         params=params,
         history=history,
         state=Sampler(frozenset()).state(params, history),
-        scope=None,  # type: ignore[arg-type]
+        scope=scope,
         arrival=transfer_id,
         transfer_id=transfer_id,
         handoff=HANDOFF if kind == "generation" else None,
@@ -285,3 +298,16 @@ def test_pages_that_are_being_sent_are_waited_for_when_somebody_needs_them(
 def test_nothing_is_polled_while_nothing_is_tracked(desk: TransferDesk, transceiver: ScriptedTransceiver) -> None:
     desk.look()
     assert transceiver.calls == []
+
+
+def test_both_sides_name_the_prompt_and_its_scope(desk: TransferDesk, transceiver: ScriptedTransceiver) -> None:
+    received = sequence(2)
+    received.history.append(5)
+    desk.send(sequence(1, "context"))
+    desk.receive(received, [0])
+    assert transceiver.digests[0] == transceiver.digests[1], "the first tokens are no part of it"
+    desk.receive(sequence(3, first=1), [0])
+    desk.receive(sequence(4, scope=ReuseScope(salt=1)), [0])
+    desk.receive(sequence(5, scope=ReuseScope(lora_id=1)), [0])
+    assert len(set(transceiver.digests[1:])) == 4
+    assert all(len(digest) == 32 for digest in transceiver.digests)

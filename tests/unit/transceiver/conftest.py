@@ -36,6 +36,7 @@ SECRET = b"cluster secret of these tests"
 PAGE_BYTES = 256
 NUM_PAGES = 64
 TOKENS_PER_BLOCK = 4
+PROMPT_DIGEST = b"p" * 32
 
 
 class FakeLease:
@@ -218,7 +219,7 @@ class Wire:
         groups = self.context.num_groups
         lease = FakeLease(*[pages if pages is not None else range(10, 10 + blocks)] * groups)
         self.leases["context", transfer_id] = lease
-        token = self.sender.open(transfer_id, f"c{transfer_id}", lease, tokens, self.ENDPOINT)
+        token = self.sender.open(transfer_id, f"c{transfer_id}", lease, tokens, self.ENDPOINT, PROMPT_DIGEST)
         return self.handoff(token)
 
     def handoff(self, token: bytes, **changes: Any) -> HandOff:
@@ -239,7 +240,7 @@ class Wire:
         blocks = -(-tokens // TOKENS_PER_BLOCK)
         groups = self.generation.num_groups
         lease = FakeLease(*[pages if pages is not None else range(20, 20 + blocks)] * groups)
-        self.receiver.open(transfer_id, f"g{transfer_id}", handoff, lease, [first] * groups)
+        self.receiver.open(transfer_id, f"g{transfer_id}", handoff, lease, [first] * groups, PROMPT_DIGEST)
         self.leases["generation", transfer_id] = lease
 
     def deliver_to_context(self) -> bool:
@@ -304,7 +305,9 @@ class Wire:
 @pytest.fixture
 def tools() -> SimpleNamespace:
     """The classes above, for tests that build something of their own."""
-    return SimpleNamespace(FakeLease=FakeLease, Wire=Wire, SteppingWaiter=SteppingWaiter, SECRET=SECRET)
+    return SimpleNamespace(
+        FakeLease=FakeLease, Wire=Wire, SteppingWaiter=SteppingWaiter, SECRET=SECRET, PROMPT_DIGEST=PROMPT_DIGEST
+    )
 
 
 @pytest.fixture

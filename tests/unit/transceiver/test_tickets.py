@@ -19,6 +19,7 @@ def ticket(**changes: Any) -> Ticket:
         "owner_instance_id": "context-1",
         "owner_epoch": 3,
         "num_tokens": 100,
+        "prompt_digest": b"p" * 32,
         "layout_digest": "abc",
         "expires_unix_ms": NOW_MS + 1000,
         "nonce": b"n" * 16,

@@ -84,9 +84,9 @@ def test_a_transfer_is_open_once(wire: Wire) -> None:
 def test_arguments_that_do_not_fit_leave_the_lease_to_the_caller(wire: Wire, tools: Any, first: list[int]) -> None:
     lease = tools.FakeLease([1, 2, 3, 4])
     with pytest.raises(ValueError, match="layer groups"):
-        wire.receiver.open(7, "r", wire.offer(7), lease, first)
+        wire.receiver.open(7, "r", wire.offer(7), lease, first, tools.PROMPT_DIGEST)
     with pytest.raises(ValueError, match="holds 2 blocks"):
-        wire.sender.open(9, "r", tools.FakeLease([1, 2]), 15, "")
+        wire.sender.open(9, "r", tools.FakeLease([1, 2]), 15, "", tools.PROMPT_DIGEST)
     assert lease.released == 0
     assert not wire.receiver.table.open
 
@@ -176,7 +176,7 @@ def test_a_receiver_dials_nobody_that_the_ticket_does_not_name(
     handoff = wire.handoff(wire.offer(7).ticket, **changes)
     lease = tools.FakeLease([1, 2, 3, 4])
     with pytest.raises(TicketError) as error:
-        wire.receiver.open(7, "r", handoff, lease, [0])
+        wire.receiver.open(7, "r", handoff, lease, [0], tools.PROMPT_DIGEST)
     assert error.value.code == code
     assert lease.released == 0
     assert not wire.to_context
@@ -187,7 +187,7 @@ def test_an_expired_hand_off_is_refused_before_anyone_is_asked(wire: Wire, tools
     handoff = wire.offer(7)
     wire.clock.advance(60)
     with pytest.raises(TicketError, match="expired 0 ms ago"):
-        wire.receiver.open(7, "r", handoff, tools.FakeLease([1, 2, 3, 4]), [0])
+        wire.receiver.open(7, "r", handoff, tools.FakeLease([1, 2, 3, 4]), [0], tools.PROMPT_DIGEST)
 
 
 def test_a_stranger_is_asked_to_introduce_itself(wire: Wire) -> None:
@@ -420,3 +420,22 @@ def test_tickets_are_minted_with_what_must_be_known(pull: Wire) -> None:
     assert ticket.expires_unix_ms == pull.clock.unix_ns() // 1_000_000 + 60_000
     assert ticket.control_endpoint == pull.ENDPOINT
     assert len(ticket.nonce) == 16
+
+
+def test_a_ticket_of_another_prompt_moves_nothing(wire: Any, tools: Any) -> None:
+    handoff = wire.offer(7)
+    lease = tools.FakeLease([1, 2, 3, 4])
+    with pytest.raises(TicketError) as error:
+        wire.receiver.open(7, "r", handoff, lease, [0], b"q" * 32)
+    assert (error.value.status, error.value.type, error.value.code) == (
+        400,
+        "invalid_request_error",
+        "ticket_mismatch",
+    )
+    wire.pump()
+    assert lease.released == 0, "it stays the caller's"
+    assert not wire.context_plane.moved
+    assert not wire.generation_plane.moved
+    wire.ask(7, handoff)
+    wire.pump()
+    assert wire.receiver.poll(0).completed == [7], "the ticket is not spent"
