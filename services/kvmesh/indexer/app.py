@@ -114,14 +114,13 @@ class IndexerService(Service):
 
     def statistics(self) -> dict[str, float]:
         """The index's, the match socket's and the feeds' numbers."""
-        feeds = {} if self._feeds is None else {f"feed_{key}": value for key, value in self._feeds.statistics().items()}
         return {
             **super().statistics(),
             **msgspec.structs.asdict(self.index.statistics()),
             "memory_bytes": self.index.memory_bytes,
             "match_requests_total": self.matching.answered_total,
             "malformed_match_requests_total": self.matching.malformed_total,
-            **feeds,
+            **({} if self._feeds is None else self._feeds.statistics()),
         }
 
     async def _register(self, request: web.Request) -> web.Response:

@@ -124,7 +124,11 @@ class Feeds:
             for name in totals:
                 totals[name] += getattr(running.subscriber.statistics, name)
         connected = sum(running.subscriber.connected for running in self._running.values())
-        return {"feeds": len(self._running), "feeds_connected": connected, **totals}
+        return {
+            "feeds": len(self._running),
+            "feeds_connected": connected,
+            **{f"feed_{name}": total for name, total in totals.items()},
+        }
 
     async def _run(self, running: _Running) -> None:
         feed = running.feed

@@ -12,7 +12,10 @@ import msgspec
 
 from kvmesh.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KvEvent
 
-__all__ = ["EventEncoding", "encode_batch"]
+__all__ = ["END_SEQUENCE", "EventEncoding", "encode_batch"]
+
+END_SEQUENCE = 2**64 - 1
+"""Closes a replay; never the number of a batch."""
 
 EventEncoding = Literal["map", "array"]
 

@@ -16,16 +16,13 @@ from typing import NamedTuple, Protocol
 import msgspec
 import zmq
 
-from kvmesh.events.encoding import EventEncoding, encode_batch
+from kvmesh.events.encoding import END_SEQUENCE, EventEncoding, encode_batch
 from kvmesh.net.address import reachable_endpoint
 from kvmesh.net.faults import fault_point
 from kvmesh.protocol.events import EventBatch, KvEvent
 from kvmesh.telemetry import get_logger
 
-__all__ = ["END_SEQUENCE", "EventPublisher", "NullPublisher", "PublisherStatistics", "ZmqPublisher"]
-
-END_SEQUENCE = b"\xff" * 8
-"""Closes a replay; never the number of a batch."""
+__all__ = ["EventPublisher", "NullPublisher", "PublisherStatistics", "ZmqPublisher"]
 
 SHUTDOWN_S = 1.0
 """How long a stopping publisher may still send what is queued."""
@@ -259,7 +256,7 @@ class ZmqPublisher:
             for sequence, payload in self._kept:
                 if sequence >= first:
                     replay.send_multipart([client, b"", topic, sequence.to_bytes(8, "big"), payload], zmq.NOBLOCK)
-            replay.send_multipart([client, b"", b"", END_SEQUENCE, b""], zmq.NOBLOCK)
+            replay.send_multipart([client, b"", b"", END_SEQUENCE.to_bytes(8, "big"), b""], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             _log.warning("replay broken off: the reader does not read", error=str(error))
 

@@ -7,12 +7,10 @@ from typing import NamedTuple, Self
 
 import zmq
 
+from kvmesh.events.encoding import END_SEQUENCE
 from kvmesh.events.polling import readable, receive
 
-__all__ = ["END_SEQUENCE", "REPLAY_SILENCE_S", "KeptBatch", "ReplayFailedError", "ReplayRequest"]
-
-END_SEQUENCE = 2**64 - 1
-"""Closes a replay; never the number of a batch."""
+__all__ = ["REPLAY_SILENCE_S", "KeptBatch", "ReplayFailedError", "ReplayRequest"]
 
 REPLAY_SILENCE_S = 2.0
 """Longest pause between two answers. A publisher answers between two sends, within 100 ms."""

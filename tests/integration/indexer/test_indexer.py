@@ -137,6 +137,39 @@ async def test_unregistering_forgets_at_once(publisher: ZmqPublisher) -> None:
         assert (await indexer.post("/unregister", {"instance_id": "w"}))["known"] is False
 
 
+async def test_what_a_registration_says_of_its_blocks(publisher: ZmqPublisher) -> None:
+    salted = block(2)
+    salted.extra_keys = [["of the event"]]
+    publisher.publish([block(1), salted])
+    async with running_indexer() as indexer:
+        body = {
+            "endpoint": publisher.endpoint,
+            "replay_endpoint": publisher.replay_endpoint,
+            "type": "SGLang",
+            "instance_id": "w",
+            "modelname": "m",
+            "lora_name": "adapter",
+            "tenant_id": "t",
+            "additionalsalt": "of the worker",
+            "block_size": BLOCK,
+            "dp_rank": 3,
+        }
+        await indexer.post("/register", body)
+
+        async def ask(number: int, **scope: Any) -> Any:
+            question = {"model": "m", "token_ids": prompt(number), "lora_name": "adapter", "tenant_id": "t", **scope}
+            return (await indexer.post("/query", question))["t"].get("w", {}).get("DP")
+
+        await eventually(lambda: ask(1, cache_salt="of the worker"), {"3": BLOCK})
+        assert await ask(2, cache_salt="of the event") == {"3": BLOCK}
+        assert await ask(1) is None
+        assert await ask(1, cache_salt="of the worker", lora_name=None) is None
+        assert await ask(1, cache_salt="of the worker", block_size=2 * BLOCK) is None
+        assert await ask(1, cache_salt="of the worker", instance_id="another") is None
+        assert (await indexer.post("/unregister", {"instance_id": "w", "dp_rank": 0}))["known"] is False
+        assert (await indexer.post("/unregister", {"instance_id": "w", "dp_rank": 3}))["known"] is True
+
+
 async def test_a_publisher_without_replay_is_followed_live(publisher: ZmqPublisher) -> None:
     async with running_indexer() as indexer:
         await indexer.register("w", publisher, replay=False)
