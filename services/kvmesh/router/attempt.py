@@ -122,9 +122,10 @@ class Attempts:
         tokens = self._planner.uncached_tokens(work, server.member.instance_id)
         outgoing = dialect.prefill(work, hand_off.transfer_id)
         try:
-            body = await self._legs.whole(server, outgoing, work.headers, tokens=tokens)
-        except LegFailure:
-            hand_off.settled = True  # it refused, or is gone
+            body = await self._legs.whole(server, outgoing, work.headers, tokens=tokens, deadline=work.deadline)
+        except LegFailure as failure:
+            # Only then is it certain that it prefilled nothing: after any other failure it may keep the pages.
+            hand_off.settled = failure.unreachable or 400 <= failure.error.status < 500
             raise
         prefilled = dialect.read_prefill(work, body)
         work.prefilled_at(server.member.instance_id)
@@ -176,12 +177,15 @@ class Attempts:
             server.breaker.succeeded() if well else server.breaker.failed()
 
         if not work.request.stream:
-            body = await self._legs.whole(server, outgoing, work.headers, tokens=tokens, second=second)
-            ended(well=True)
+            # Its prefill cannot be seen to end, so siblings go there at once: the engine computes a prefix but once.
             work.prefilled_at(server.member.instance_id)
+            body = await self._legs.whole(
+                server, outgoing, work.headers, tokens=tokens, second=second, deadline=work.deadline
+            )
+            ended(well=True)
             return WholeAnswer(body if truth is None else _with_usage(body, truth))
         response = await stack.enter_async_context(
-            self._legs.open(server, outgoing, work.headers, tokens=tokens, second=second)
+            self._legs.open(server, outgoing, work.headers, tokens=tokens, second=second, deadline=work.deadline)
         )
         source = EventSource(response)
         first = await _first_events(server, source, second=second)

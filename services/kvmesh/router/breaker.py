@@ -43,7 +43,7 @@ class Breaker:
         self.retry_at_s = None
 
     def failed(self) -> None:
-        """A request failed by the server's fault: it answered 500 or broke off."""
+        """A request failed by the server's fault: it answered 500, broke off or hangs."""
         self._failures += 1
         if self._failures >= FAILURES_TO_OPEN:
             self._open()

@@ -43,6 +43,8 @@ class Server:
             return self.problem
         if self.member.draining:
             return "draining"
+        if not self.member.load.healthy:
+            return "engine not answering"
         return None if self.breaker.closed else "not answering"
 
 

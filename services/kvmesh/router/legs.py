@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+
+import anyio
 
 from kvmesh.protocol.errors import ApiError, unavailable
 from kvmesh.router.answer import broken_off
 from kvmesh.router.cluster import Server
+from kvmesh.router.deadline import Deadline
 from kvmesh.router.dialects.base import Outgoing
 from kvmesh.router.loads import Loads
 from kvmesh.router.upstream import (
@@ -63,9 +66,18 @@ class Legs:
 
     @asynccontextmanager
     async def open(
-        self, server: Server, outgoing: Outgoing, headers: Mapping[str, str], *, tokens: int, second: bool = False
+        self,
+        server: Server,
+        outgoing: Outgoing,
+        headers: Mapping[str, str],
+        *,
+        tokens: int,
+        second: bool = False,
+        deadline: Deadline = Deadline(),  # noqa: B008 (immutable)
     ) -> AsyncIterator[UpstreamResponse]:
         """The head of a good answer; its body is read, and the load counted, within the block.
+
+        A server that keeps the request waiting until its deadline has failed.
 
         Args:
             server: whom to ask.
@@ -73,6 +85,7 @@ class Legs:
             headers: sent along.
             tokens: what the request adds to the server's load.
             second: whether this is the second leg of a disaggregated request.
+            deadline: of the request; enforced by the caller.
 
         Raises:
             LegFailure: no connection, or another status than 200.
@@ -80,7 +93,8 @@ class Legs:
         instance_id = server.member.instance_id
         with self._loads.track(instance_id, tokens):
             try:
-                response = await self._upstream.post(f"{server.member.url}{outgoing.path}", outgoing.body, headers)
+                with _waiting(server, deadline):
+                    response = await self._upstream.post(f"{server.member.url}{outgoing.path}", outgoing.body, headers)
             except UpstreamUnreachableError as down:
                 server.breaker.unreachable()
                 raise LegFailure(
@@ -92,21 +106,29 @@ class Legs:
                 server.breaker.failed()
                 raise LegFailure(instance_id, broken_off(str(error)), retryable=True) from error
             try:
+                watched = _Watched(response, server, deadline)
                 if response.status != 200:
-                    raise await self._refusal(server, response, second=second)
-                yield response
+                    raise await self._refusal(server, watched, second=second)
+                yield watched
             finally:
                 response.close()
 
     async def whole(
-        self, server: Server, outgoing: Outgoing, headers: Mapping[str, str], *, tokens: int, second: bool = False
+        self,
+        server: Server,
+        outgoing: Outgoing,
+        headers: Mapping[str, str],
+        *,
+        tokens: int,
+        second: bool = False,
+        deadline: Deadline = Deadline(),  # noqa: B008 (immutable)
     ) -> bytes:
         """The whole body of a good answer.
 
         Raises:
             LegFailure: no connection, another status than 200, or it broke off.
         """
-        async with self.open(server, outgoing, headers, tokens=tokens, second=second) as response:
+        async with self.open(server, outgoing, headers, tokens=tokens, second=second, deadline=deadline) as response:
             try:
                 body = await response.read()
             except UpstreamBrokenError as error:
@@ -125,6 +147,45 @@ class Legs:
         if response.status in _SICK and error.code not in _REQUEST_S_OWN:
             server.breaker.failed()
         return failure_of(server.member.instance_id, error, second=second)
+
+
+class _Watched:
+    """A response; waiting for it until the deadline is its server's failure."""
+
+    __slots__ = ("_deadline", "_response", "_server", "retry_after_s", "status")
+
+    def __init__(self, response: UpstreamResponse, server: Server, deadline: Deadline) -> None:
+        self._response = response
+        self._server = server
+        self._deadline = deadline
+        self.status = response.status
+        self.retry_after_s = response.retry_after_s
+
+    async def read(self) -> bytes:
+        """See :class:`kvmesh.router.upstream.UpstreamResponse`."""
+        with _waiting(self._server, self._deadline):
+            return await self._response.read()
+
+    async def next_chunk(self) -> bytes:
+        """See :class:`kvmesh.router.upstream.UpstreamResponse`."""
+        with _waiting(self._server, self._deadline):
+            return await self._response.next_chunk()
+
+    def close(self) -> None:
+        """See :class:`kvmesh.router.upstream.UpstreamResponse`."""
+        self._response.close()
+
+
+@contextmanager
+def _waiting(server: Server, deadline: Deadline) -> Iterator[None]:
+    """A wait for the server. One that the client ends by leaving says nothing about it."""
+    since_s = anyio.current_time()
+    try:
+        yield
+    except anyio.get_cancelled_exc_class():
+        if deadline.blames(since_s):
+            server.breaker.failed()
+        raise
 
 
 def failure_of(instance_id: str, error: ApiError, *, second: bool) -> LegFailure:

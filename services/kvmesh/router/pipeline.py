@@ -22,6 +22,7 @@ from kvmesh.protocol.openai.responses import response_id
 from kvmesh.protocol.openai.sse import error_event
 from kvmesh.router.admission import Admission
 from kvmesh.router.cluster import Cluster
+from kvmesh.router.deadline import Deadline
 from kvmesh.router.dispatch import Dispatcher
 from kvmesh.router.explain import Explainer, Explanation, SequenceExplanation
 from kvmesh.router.intake import conversation_of, max_tokens_of, passed_on, take_in
@@ -229,6 +230,7 @@ class Pipeline:
             matches=match,
             explanation=record,
             headers={"Content-Type": "application/json", "X-Request-Id": request_id, **headers},
+            deadline=Deadline.current(self._timeout_s),
             conversation_id=conversation_of(request),
         )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvmesh.protocol.openai.fanout import SequenceSpec
 from kvmesh.protocol.openai.requests import ApiKind, ChatCompletionRequest, CompletionRequest
+from kvmesh.router.deadline import Deadline
 from kvmesh.router.explain import SequenceExplanation
 from kvmesh.router.match import Matches
 from kvmesh.router.tokenizing import Prompt
@@ -27,6 +28,8 @@ class Work:
     explanation: SequenceExplanation
     headers: Mapping[str, str] = field(default_factory=dict)
     """Sent to every worker: content type, request id and trace context."""
+    deadline: Deadline = Deadline()  # noqa: RUF009 (immutable)
+    """Of the whole request."""
     conversation_id: str | None = None
     prefer_context: str | None = None
     """Instance that just prefilled the same prompt: the best choice whatever the index says yet."""

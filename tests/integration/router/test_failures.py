@@ -312,6 +312,68 @@ async def test_deadline_before_and_in_the_stream(mesh: Mesh, until: Until) -> No
         await until(m.idle)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_server_that_hangs_is_taken_out(mesh: Mesh, until: Until, stream: bool) -> None:
+    async with mesh({"b1": "both"}, request_timeout_s=0.2) as m:
+        m["b1"].healthy = False
+
+        async def hang(number: int) -> None:
+            await anyio.sleep_forever()
+
+        m["b1"].after = hang
+        for failures in range(3):
+            assert m.router.parts.cluster.get("b1").unusable() is None, failures
+            async with m.http.post("/v1/chat/completions", json={**CHAT, "stream": stream}) as response:
+                assert b"request_timeout" in await response.read()
+        assert m.router.parts.cluster.get("b1").unusable() == "not answering"
+
+
+async def test_a_client_that_leaves_says_nothing_about_the_server(mesh: Mesh, until: Until) -> None:
+    async with mesh({"b1": "both"}, request_timeout_s=20) as m:
+
+        async def hang(_body: Any) -> None:
+            await anyio.sleep_forever()
+
+        m["b1"].before = hang
+        for number in range(4):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(m.post, "/v1/chat/completions", CHAT)
+                await until(lambda number=number: len(m["b1"].requests) == number + 1)
+                tasks.cancel_scope.cancel()
+            await until(m.idle)
+        assert m.router.parts.cluster.get("b1").unusable() is None
+
+
+@pytest.mark.parametrize(("status", "aborts"), [(400, 0), (429, 0), (500, 1), (503, 1), (504, 1)])
+async def test_a_context_server_that_failed_is_told_not_to_keep_the_pages(
+    mesh: Mesh, until: Until, status: int, aborts: int
+) -> None:
+    async with mesh(max_retries=0) as m:
+
+        async def fail(_body: Any) -> None:
+            raise ApiError(status, "sorry")
+
+        m["c"].before = fail
+        assert (await m.post("/v1/chat/completions", CHAT))[0] == status
+        assert m.router.statistics()["aborted_hand_offs_total"] == aborts
+        await until(lambda: len(m["c"].aborts) == aborts)
+
+
+async def test_choices_of_a_whole_answer_run_together(mesh: Mesh, until: Until) -> None:
+    async with mesh({"b1": "both", "b2": "both"}) as m:
+        release = anyio.Event()
+
+        async def hold(_body: Any) -> None:
+            await release.wait()
+
+        m["b1"].before = m["b2"].before = hold
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(m.post, "/v1/chat/completions", {**CHAT, "n": 3})
+            await until(lambda: len(m["b1"].requests) + len(m["b2"].requests) == 3)
+            release.set()
+        assert {len(m["b1"].requests), len(m["b2"].requests)} == {0, 3}, "where the prompt is"
+
+
 async def test_nonsense_from_servers_is_a_bad_gateway(mesh: Mesh) -> None:
     async with mesh() as m:
         m["c"].finish_context = "not_finished"

@@ -89,6 +89,14 @@ def test_select_gives_reasons(mesh: Mesh) -> None:
     assert dict(unusable) == {"b": "draining", "c": "not answering"}
 
 
+def test_a_server_whose_engine_does_not_answer_is_not_used(mesh: Mesh) -> None:
+    mesh.tell("joined", member("b", "both"))
+    mesh.tell("updated", member("b", "both", load=Load(healthy=False)))
+    assert mesh.cluster.select("both", "m") == ([], [("b", "engine not answering")])
+    mesh.tell("updated", member("b", "both", load=Load()))
+    assert names(mesh.cluster.select("both", "m")[0]) == ["b"]
+
+
 def test_due_probes_follow_the_breakers(mesh: Mesh) -> None:
     mesh.tell("joined", member("a", "context"))
     mesh.cluster.get("a").breaker.unreachable()
