@@ -5,12 +5,12 @@ An iteration never waits; :mod:`kvmesh.engine.loop` does, in between.
 
 from __future__ import annotations
 
-import heapq
 from typing import NamedTuple, Protocol
 
 import torch
 
 from kvmesh.engine.counters import EngineCounters
+from kvmesh.engine.deadlines import Deadlines
 from kvmesh.engine.intake import Intake
 from kvmesh.engine.outbox import Outbox
 from kvmesh.engine.pages import SequencePages
@@ -81,7 +81,7 @@ class Executor:
         self._clock = clock
         self._desk = desk
         self._live: dict[str, Sequence] = {}
-        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._deadlines = Deadlines()
         self.counters = EngineCounters()
 
     @property
@@ -116,7 +116,7 @@ class Executor:
             return
         self._live[seq.request_id] = seq
         if seq.deadline_s is not None:
-            heapq.heappush(self._deadlines, (seq.deadline_s, seq.arrival, seq))
+            self._deadlines.set(seq.request_id, seq.deadline_s)
         self._scheduler.enqueue(seq)
 
     def abort(self, request_id: str) -> None:
@@ -154,9 +154,8 @@ class Executor:
 
     def next_deadline_in_s(self) -> float | None:
         """Seconds until the next request deadline, None when no live sequence has one."""
-        while self._deadlines and self._deadlines[0][2].phase is Phase.FINISHED:
-            heapq.heappop(self._deadlines)
-        return max(0.0, self._deadlines[0][0] - self._clock.monotonic_s()) if self._deadlines else None
+        next_s = self._deadlines.next_s()
+        return None if next_s is None else max(0.0, next_s - self._clock.monotonic_s())
 
     def await_transfer(self, outcome: StepOutcome, bound_s: float) -> bool:
         """After an iteration without work: wait for a transfer that holds up everything else, ``bound_s`` at most.
@@ -185,19 +184,17 @@ class Executor:
                 self._fail(end.seq, end.error)
 
     def _expire(self) -> None:
-        now_s = self._clock.monotonic_s()
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            _, _, seq = heapq.heappop(self._deadlines)
-            if seq.phase is not Phase.FINISHED:
-                self._fail(
-                    seq,
-                    ApiError(
-                        504,
-                        f"The request was not finished by its deadline (it was {seq.phase.value}).",
-                        type="timeout_error",
-                        code="deadline_exceeded",
-                    ),
-                )
+        for request_id in self._deadlines.take_passed(self._clock.monotonic_s()):
+            seq = self._live[request_id]
+            self._fail(
+                seq,
+                ApiError(
+                    504,
+                    f"The request was not finished by its deadline (it was {seq.phase.value}).",
+                    type="timeout_error",
+                    code="deadline_exceeded",
+                ),
+            )
 
     def _note(self, plan: StepPlan) -> None:
         self.counters.preemptions += len(plan.preempted)
@@ -314,6 +311,7 @@ class Executor:
             else:
                 self._pages.discard(seq)
         seq.phase = Phase.FINISHED
+        self._deadlines.drop(seq.request_id)
         del self._live[seq.request_id]
 
 

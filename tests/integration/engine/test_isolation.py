@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+
+from kvmesh.engine.sequence import Sequence
 
 Make = Callable[..., Any]
 
@@ -73,3 +76,14 @@ def test_a_row_without_a_choice_is_its_request_s_fault(
     assert picky.failure.error_type == "invalid_request_error"
     assert bystander.reason == "length"
     bench.check_idle()
+
+
+def test_a_finished_request_is_not_kept_until_its_deadline(make_engine: Make, prompt: Make, request_of: Make) -> None:
+    bench = make_engine()
+    for index in range(4):
+        bench.run(request_of(f"kept{index}", prompt(9, index), deadline_s=600.0))
+    bench.step()
+    gc.collect()
+    sequences = [thing for thing in gc.get_objects() if isinstance(thing, Sequence)]
+    assert [seq.request_id for seq in sequences if seq.request_id.startswith("kept")] == []
+    assert bench.executor.next_deadline_in_s() is None
