@@ -16,7 +16,7 @@ ARGS ?=
 BENCH ?= *
 
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check \
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --progress-bar on --disable-pip-version-check \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --constraint constraints.txt
 
 # What the install is made from: the native library is built by the install itself.
@@ -42,7 +42,7 @@ up: $(VENV)/.engine ## Set up and start a mesh in the foreground; Ctrl-C stops i
 	@exec $(BIN)/kvmesh up $(ARGS)
 
 down: ## Stop the mesh that runs in the background
-	@if [ -x $(BIN)/kvmesh ]; then exec $(BIN)/kvmesh down; fi
+	@if [ -x $(BIN)/kvmesh ]; then exec $(BIN)/kvmesh down; else echo "no environment in $(VENV): nothing to stop with"; fi
 
 test: $(VENV)/.dev ## Set up and run the tests
 	@$(BIN)/python -m pytest $(ARGS)
@@ -60,18 +60,22 @@ venv: $(VENV)/.dev ## Set up the environment with everything for development
 clean: ## Remove the environment and everything built
 	@rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find services shared gpu_kernels tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	@rm -rf gpu_kernels/kvmesh/kernels/csrc/build
 	@find gpu_kernels -name '*.so' -type f -delete
 
 $(VENV)/.pip: | check
+	@echo "creating the environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --upgrade 'pip>=24'
 	@touch $@
 
 $(VENV)/.engine: $(INSTALLED_FROM) | $(VENV)/.pip
+	@echo "installing: compiles the native code and fetches torch; some minutes the first time"
 	@$(PIP_INSTALL) --editable '.[engine]'
 	@touch $@
 
 $(VENV)/.dev: $(INSTALLED_FROM) | $(VENV)/.pip
+	@echo "installing with everything for development; some minutes the first time"
 	@$(PIP_INSTALL) --editable '.[engine,dev,bench]'
 	@touch $@ $(VENV)/.engine
 

@@ -37,6 +37,8 @@ REQUEST_ID_HEADER = "X-Request-Id"
 REQUEST_ID = web.RequestKey("kvmesh_request_id", str)
 MAX_BODY_BYTES = 32 * 1024 * 1024
 """A million-token prompt as JSON integers is about 7 MB."""
+CLIENT_LEFT = 499
+"""Counted when a client left before its answer was complete; nginx's number, never sent."""
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/prometheus/metrics", "/version"})
 """Probes and scrapers carry no API key."""
 
@@ -100,7 +102,7 @@ def _measured(metrics: Metrics) -> Any:
     async def measure(request: web.Request, handler: Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource
         route = resource.canonical if resource is not None else "unknown"
-        status = "499"  # the client left before an answer was ready
+        status = str(CLIENT_LEFT)
         started = time.perf_counter()
         metrics.http_in_flight.inc()
         try:
@@ -126,7 +128,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
             raise
         return _answer(request, _from_aiohttp(request, error))
     except ConnectionResetError:
-        raise  # the client left in mid-answer; there is nobody to tell
+        return _broken_off(request)  # the client left in mid-answer; there is nobody to tell
     except Exception:
         # The border of the service: whatever went wrong is logged here and no stack trace leaves.
         _log.exception("request failed", path=request.path)
@@ -138,10 +140,14 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 def _answer(request: web.Request, error: ApiError) -> web.Response:
     """The error as a response, unless one has begun: a second head would become part of the first one's body."""
-    if request.writer.output_size and request.transport is not None:
+    return _broken_off(request) if request.writer.output_size else error_response(error)
+
+
+def _broken_off(request: web.Request) -> web.Response:
+    """Close the connection. The response is for aiohttp, which cannot send it any more and takes note in silence."""
+    if request.transport is not None:
         request.transport.abort()
-        raise ConnectionResetError("an answer that had begun failed") from error
-    return error_response(error)
+    return web.Response(status=CLIENT_LEFT)
 
 
 def _from_aiohttp(request: web.Request, error: web.HTTPException) -> ApiError:
