@@ -17,7 +17,8 @@ from rich.markup import escape
 from kvmesh.cli.console import Progress, print_ready, say_line
 from kvmesh.cli.logs import LogFollower
 from kvmesh.cli.parent import SUPERVISOR_PID_VARIABLE
-from kvmesh.cli.plan import ChildPlan, MeshPlan
+from kvmesh.cli.plan import ChildPlan, MeshPlan, with_free_event_ports
+from kvmesh.cli.ports import PortPicker
 from kvmesh.cli.readiness import ask_first_question, wait_until_ready
 from kvmesh.cli.rundir import MeshState, ProcessState, RunDir, start_ticks
 from kvmesh.cli.supervisor import Child, ChildEvent, Supervisor
@@ -42,13 +43,20 @@ _PASSED_ON = frozenset({"KVMESH_FAULTS", "KVMESH_MODEL_DIR"})
 
 
 async def run_mesh(
-    settings: MeshSettings, plan: MeshPlan, secret: str, run_dir: RunDir, console: Console, progress: Progress
+    settings: MeshSettings,
+    plan: MeshPlan,
+    ports: PortPicker,
+    secret: str,
+    run_dir: RunDir,
+    console: Console,
+    progress: Progress,
 ) -> None:
     """Start everything, answer a first question, stay until a signal says to end, stop everything.
 
     Args:
         settings: of the mesh.
         plan: its processes.
+        ports: those of the plan; gives out others for workers whose ports were lost.
         secret: the cluster secret; reaches the children through their environment only.
         run_dir: claimed by the caller.
         console: where people look.
@@ -61,7 +69,7 @@ async def run_mesh(
     """
     # A short path of its own: a socket's path is limited to 107 bytes, and nothing may be left behind.
     with tempfile.TemporaryDirectory(prefix="kvmesh-", ignore_cleanup_errors=True) as temp_dir:
-        children = [_prepare(child, run_dir, secret) for child in plan.children]
+        children = [_Settled(child, settings, ports, run_dir, secret).prepare() for child in plan.children]
         mesh = Mesh(settings, plan, children, _environment(secret, temp_dir), temp_dir, run_dir, console, progress)
         with anyio.open_signal_receiver(*_END_SIGNALS) as signals:
             async with anyio.create_task_group() as tasks:
@@ -127,11 +135,8 @@ class Mesh:
         headers = self._api_key_headers()
         timeout_s = self._settings.ready_timeout_s
         with anyio.move_on_after(timeout_s) as scope:
-            waiting = "waiting for " + ", ".join(self._plan.worker_names)
-            self._step(waiting)
-            await wait_until_ready(
-                self._plan.url, self._plan.coordinator_url, self._plan.worker_names, self._progress.up
-            )
+            self._step("waiting for " + ", ".join(("indexer", *self._plan.worker_names)))
+            await wait_until_ready(self._plan, self._progress.up)
             self._step("asking a first question")
             self._state.model, self._state.first_answer = await ask_first_question(self._plan.url, headers)
         if scope.cancelled_caught:
@@ -190,20 +195,40 @@ class Mesh:
         return {"Authorization": f"Bearer {keys[0]}"} if keys else None
 
 
-def _prepare(plan: ChildPlan, run_dir: RunDir, secret: str) -> Child:
-    """Write the child's settings and begin its log anew."""
-    settings = plan.settings.model_dump(mode="json", exclude_unset=True)
-    if settings.get("cluster_secret") == secret:
-        del settings["cluster_secret"]
-    config = run_dir.configs / f"{plan.name}.yaml"
-    # Private: sections may hold API keys.
-    descriptor = os.open(config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        yaml.safe_dump(settings, file, sort_keys=False)
-    log = run_dir.log_of(plan.name)
-    log.unlink(missing_ok=True)
-    argv = [*PROGRAM, plan.command, "--config", str(config)]
-    return Child(plan.name, argv, log, plan.stop_rank)
+class _Settled:
+    """A child's settings in its file."""
+
+    def __init__(self, plan: ChildPlan, mesh: MeshSettings, ports: PortPicker, run_dir: RunDir, secret: str) -> None:
+        self._plan = plan
+        self._mesh = mesh
+        self._ports = ports
+        self._secret = secret
+        self._config = run_dir.configs / f"{plan.name}.yaml"
+        self._log = run_dir.log_of(plan.name)
+
+    def prepare(self) -> Child:
+        """Write the settings and begin the log anew."""
+        self._write()
+        self._log.unlink(missing_ok=True)
+        argv = [*PROGRAM, self._plan.command, "--config", str(self._config)]
+        return Child(self._plan.name, argv, self._log, self._plan.stop_rank, self._renew)
+
+    def _renew(self) -> bool:
+        plan = with_free_event_ports(self._mesh, self._plan, self._ports)
+        if plan is self._plan:
+            return False
+        self._plan = plan
+        self._write()
+        return True
+
+    def _write(self) -> None:
+        settings = self._plan.settings.model_dump(mode="json", exclude_unset=True)
+        if settings.get("cluster_secret") == self._secret:
+            del settings["cluster_secret"]
+        # Private: sections may hold API keys.
+        descriptor = os.open(self._config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            yaml.safe_dump(settings, file, sort_keys=False)
 
 
 def _environment(secret: str, temp_dir: str) -> dict[str, str]:

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, TypeVar
 from kvmesh.cli.errors import UserError
 from kvmesh.cli.ports import PortPicker
 from kvmesh.config import CoordinatorSettings, IndexerSettings, MeshSettings, RouterSettings, WorkerSettings
-from kvmesh.config.endpoints import tcp_port
+from kvmesh.config.endpoints import tcp_port, with_tcp_port
 from kvmesh.config.mesh_plan import plan_mesh as plan_settings
 from kvmesh.config.service import ServiceSettings
 
-__all__ = ["ChildPlan", "Machine", "MeshPlan", "plan_mesh"]
+__all__ = ["ChildPlan", "Machine", "MeshPlan", "plan_mesh", "with_free_event_ports"]
 
 CACHE_SHARE = 0.25
 """Part of the free memory that all KV caches together may take on a machine that people also work on."""
@@ -28,6 +28,9 @@ _WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - compared with, never bound
 
 _COMMANDS = {"context": "context", "generation": "generation", "both": "worker"}
 _PORT_FIELDS = {"context": "context_port", "generation": "generation_port", "both": "aggregated_port"}
+
+_EVENT_PORTS = {"endpoint": "events_port", "replay_endpoint": "replay_port"}
+"""Setting of the mesh by field of a worker's event configuration."""
 
 S = TypeVar("S", CoordinatorSettings, IndexerSettings, RouterSettings)
 
@@ -88,6 +91,38 @@ def plan_mesh(mesh: MeshSettings, machine: Machine, ports: PortPicker, cluster_s
         indexer_url=_url(settled.indexer),
         worker_names=tuple(worker.name for worker in workers),
     )
+
+
+def with_free_event_ports(mesh: MeshSettings, child: ChildPlan, ports: PortPicker) -> ChildPlan:
+    """A worker that does not run, with other event ports for those that somebody has taken since they were planned.
+
+    Everyone learns a worker's ports from the coordinator; those of other services are written into all settings, and
+    those that the user named stay. The same object when nothing changes.
+
+    Raises:
+        RuntimeError: no port is free.
+    """
+    worker = child.settings
+    if not isinstance(worker, WorkerSettings) or (events := worker.kv_cache_config.kv_events_config) is None:
+        return child
+    if _section(mesh, worker).kv_cache_config.kv_events_config is not None:
+        return child
+    moved: dict[str, str] = {}
+    for field, setting in _EVENT_PORTS.items():
+        endpoint: str | None = getattr(events, field)
+        port = tcp_port(endpoint) if endpoint is not None else None
+        if endpoint is None or port is None or setting in mesh.model_fields_set:
+            continue
+        if (other := ports.repick(LOOPBACK, port)) != port:
+            moved[field] = with_tcp_port(endpoint, other)
+    if not moved:
+        return child
+    cache = worker.kv_cache_config.model_copy(update={"kv_events_config": events.model_copy(update=moved)})
+    return child._replace(settings=worker.model_copy(update={"kv_cache_config": cache}))
+
+
+def _section(mesh: MeshSettings, worker: WorkerSettings) -> WorkerSettings:
+    return {"context": mesh.context, "generation": mesh.generation, "both": mesh.aggregated}[worker.role]
 
 
 def _with_free_ports(mesh: MeshSettings, ports: PortPicker) -> MeshSettings:

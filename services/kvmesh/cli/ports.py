@@ -39,6 +39,7 @@ class PortPicker:
         self._free = free
         self._random = random.Random(seed)
         self._taken: set[int] = set()
+        self._picked: set[tuple[str, int]] = set()
 
     def pick(self, host: str, preferred: int = 0) -> int:
         """``preferred`` if it is free, else a random one that is.
@@ -46,11 +47,9 @@ class PortPicker:
         Raises:
             RuntimeError: none was found.
         """
-        if preferred and self._take(host, preferred):
-            return preferred
-        for _ in range(ATTEMPTS):
-            port = self._random.randrange(LOWEST, HIGHEST)
-            if self._take(host, port):
+        for port in (preferred, *(self._random.randrange(LOWEST, HIGHEST) for _ in range(ATTEMPTS))):
+            if port and self._take(host, port):
+                self._picked.add((host, port))
                 return port
         raise RuntimeError(f"no free port between {LOWEST} and {HIGHEST} on {host}")
 
@@ -64,12 +63,28 @@ class PortPicker:
             run = range(first, first + count)
             if first and all(port not in self._taken and self._free(host, port) for port in run):
                 self._taken.update(run)
+                self._picked.update((host, port) for port in run)
                 return first
         raise RuntimeError(f"no {count} consecutive free ports between {LOWEST} and {HIGHEST} on {host}")
 
     def claim(self, host: str, port: int) -> bool:
         """Take exactly this port; False when it is not free."""
         return self._take(host, port)
+
+    def repick(self, host: str, port: int) -> int:
+        """For a port given out before, whose holder does not run: the same if it is still free, else another one.
+
+        Raises:
+            RuntimeError: none was found.
+        """
+        if self._free(host, port):
+            return port
+        self._picked.discard((host, port))
+        return self.pick(host)
+
+    def lost(self) -> list[int]:
+        """The ports picked here (not those claimed) that somebody holds; asked when none of ours runs."""
+        return sorted(port for host, port in self._picked if not self._free(host, port))
 
     def _take(self, host: str, port: int) -> bool:
         if port in self._taken or not self._free(host, port):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import anyio
 
 from kvmesh.cli.openai_stream import StreamTimes, stream
+from kvmesh.cli.plan import MeshPlan
 from kvmesh.cli.rundir import FirstAnswer
 from kvmesh.cli.served import served_model
 from kvmesh.net.client import HttpClient, PeerUnreachableError
@@ -23,33 +24,37 @@ WARM_UP_TOKENS = 2
 FIRST_ANSWER_TIMEOUT_S = 60.0
 
 
-async def wait_until_ready(
-    url: str, coordinator_url: str, workers: Iterable[str], on_up: Callable[[str], None]
-) -> None:
-    """Return when every worker has registered and the router's ``/ready`` says yes; the caller bounds the wait.
+async def wait_until_ready(plan: MeshPlan, on_up: Callable[[str], None]) -> None:
+    """Return when all services answer and every worker has registered; the caller bounds the wait.
 
     Args:
-        url: of the router.
-        coordinator_url: of the coordinator.
-        workers: their instance ids.
+        plan: of the mesh.
         on_up: told each name as it comes up.
     """
-    missing = dict.fromkeys(["coordinator", *workers])
+    missing = {"coordinator", "indexer", *plan.worker_names}
     async with HttpClient(timeout_s=2.0) as http:
         while missing:
-            try:
-                members = await http.call("GET", f"{coordinator_url}/members", MemberList)
-            except (PeerUnreachableError, ApiError):
-                await anyio.sleep(POLL_S)
-                continue
-            for name in ["coordinator", *(member.instance_id for member in members.members)]:
+            found = await _registered(http, plan.coordinator_url)
+            if "indexer" in missing and await _answers(http, f"{plan.indexer_url}/health"):
+                found.append("indexer")
+            for name in found:
                 if name in missing:
-                    del missing[name]
+                    missing.discard(name)
                     on_up(name)
             await anyio.sleep(POLL_S)
-        while not await _answers(http, f"{url}/ready"):  # noqa: ASYNC110 - another process has no event to wait for
+        # Another process has no event to wait for.
+        while not await _answers(http, f"{plan.url}/ready"):  # noqa: ASYNC110
             await anyio.sleep(POLL_S)
         on_up("router")
+
+
+async def _registered(http: HttpClient, coordinator_url: str) -> list[str]:
+    """The coordinator and its members, if it answers."""
+    try:
+        members = await http.call("GET", f"{coordinator_url}/members", MemberList)
+    except (PeerUnreachableError, ApiError):
+        return []
+    return ["coordinator", *(member.instance_id for member in members.members)]
 
 
 async def ask_first_question(url: str, headers: dict[str, str] | None = None) -> tuple[str, FirstAnswer]:

@@ -43,6 +43,8 @@ class Child(NamedTuple):
     log: Path
     stop_rank: int = 0
     """Lower ranks stop first."""
+    renew: Callable[[], bool] | None = None
+    """Called before it is started again: whether its settings have changed, so that it may start now."""
 
 
 class ChildEvent(NamedTuple):
@@ -157,7 +159,9 @@ class Supervisor:
             if self._stopping.is_set():
                 return
             deaths += 1
-            if not self._ready and (status == USER_ERROR or deaths >= START_ATTEMPTS):
+            renewed = child.renew is not None and child.renew()
+            hopeless = status == USER_ERROR and not renewed
+            if not self._ready and (hopeless or deaths >= START_ATTEMPTS):
                 raise StartFailedError(child.name, ChildEvent(child.name, "died", 0, status).cause, child.log)
             if self._clock.monotonic_s() - started_s >= STABLE_S:
                 backoff_s = self._backoff_s

@@ -37,6 +37,9 @@ __all__ = ["add_arguments", "run"]
 FAILED = 1
 DETACH_POLL_S = 0.1
 
+PLANS = 3
+"""How often ports are chosen anew because a chosen one was lost to another program before it was used."""
+
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:  # noqa: ARG001 - one command
     """The common choices as flags, every other setting through ``--set``."""
@@ -71,10 +74,9 @@ def run(args: argparse.Namespace) -> int:
     if args.detach:
         return _detach(args, console, run_dir, mesh)
     secret = os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32)
-    plan = plan_mesh(mesh, _machine(), PortPicker(), secret)
     try:
         with run_dir.claimed():
-            return _foreground(console, run_dir, mesh, plan, secret)
+            return _foreground(console, run_dir, mesh, secret)
     except RunDirBusyError:
         _refuse_second(run_dir)
         raise UserError(f"another mesh is starting in {run_dir.path}") from None
@@ -113,19 +115,35 @@ def _refuse_second(run_dir: RunDir) -> None:
         )
 
 
-def _foreground(console: Console, run_dir: RunDir, settings: MeshSettings, plan: MeshPlan, secret: str) -> int:
-    errors: list[Exception] = []
-    with Progress(console) as progress:
-        try:
-            anyio.run(run_mesh, settings, plan, secret, run_dir, console, progress)
-        except* (StartFailedError, TimeoutError, ApiError, PeerUnreachableError, UserError) as group:
-            errors = _leaves(group)
+def _foreground(console: Console, run_dir: RunDir, settings: MeshSettings, secret: str) -> int:
+    for attempts_left in reversed(range(PLANS)):
+        ports = PortPicker()
+        plan = plan_mesh(settings, _machine(), ports, secret)
+        errors = _run_once(console, run_dir, settings, plan, ports, secret)
+        start_failed = any(isinstance(error, StartFailedError) for error in errors)
+        # Nothing of ours runs any more: whoever holds a port now took it between its choice and its use.
+        if not (attempts_left and start_failed and (lost := ports.lost())):
+            break
+        console.print(f"[yellow]taken meanwhile: {', '.join(map(str, lost))}[/]; starting again at other ports")
     for error in errors:
         if isinstance(error, StartFailedError):
             _explain(console, error)
         else:
             console.print(f"[red]the mesh did not come up:[/] {escape(str(error))}", soft_wrap=True)
     return FAILED if errors else 0
+
+
+def _run_once(
+    console: Console, run_dir: RunDir, settings: MeshSettings, plan: MeshPlan, ports: PortPicker, secret: str
+) -> list[Exception]:
+    """A mesh from its start to its end; what kept it from coming up."""
+    errors: list[Exception] = []
+    with Progress(console) as progress:
+        try:
+            anyio.run(run_mesh, settings, plan, ports, secret, run_dir, console, progress)
+        except* (StartFailedError, TimeoutError, ApiError, PeerUnreachableError, UserError) as group:
+            errors = _leaves(group)
+    return errors
 
 
 def _leaves(group: ExceptionGroup[Exception]) -> list[Exception]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import anyio
 import yaml
@@ -70,6 +72,13 @@ def main(command: str, _config: str, path: str) -> int:
     if settings.get("model") == "broken" and command == "generation":
         print("this model cannot be loaded", flush=True)
         return 2
+    if "instance_id" in settings:
+        publisher = urlsplit(settings["kv_cache_config"]["kv_events_config"]["endpoint"])
+        try:
+            socket.create_server((publisher.hostname, publisher.port))
+        except OSError as error:
+            print(error, flush=True)
+            return 2
     run_service(Stand(command, settings), "127.0.0.1", settings.get("port", 0))
     return 0
 

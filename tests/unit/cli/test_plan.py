@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvmesh.cli.errors import UserError
-from kvmesh.cli.plan import LEAST_CACHE_BYTES, MOST_CACHE_BYTES, Machine, MeshPlan, plan_mesh
+from kvmesh.cli.plan import LEAST_CACHE_BYTES, MOST_CACHE_BYTES, Machine, MeshPlan, plan_mesh, with_free_event_ports
 from kvmesh.cli.ports import HIGHEST, LOWEST, PortPicker
 from kvmesh.config import MeshSettings
 
@@ -122,3 +122,50 @@ def test_a_picker_gives_each_port_once_and_gives_up_in_the_end():
         PortPicker(free=lambda _host, _port: False).pick("h")
     with pytest.raises(RuntimeError):
         PortPicker(free=lambda _host, _port: False).pick_run("h", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "moves"),
+    [
+        ({}, {"endpoint", "replay_endpoint"}),
+        ({"events_port": 5557}, {"replay_endpoint"}),
+        ({"events_port": 5557, "replay_port": 5657}, set()),
+        (
+            {
+                "context": {
+                    "kv_cache_config": {
+                        "kv_events_config": {"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:5557"}
+                    }
+                }
+            },
+            set(),
+        ),
+    ],
+)
+def test_event_ports_lost_since_the_plan_move_unless_the_user_named_them(settings, moves):
+    taken: set[int] = set()
+    ports = PortPicker(free=lambda _host, port: port not in taken, seed=1)
+    mesh = MeshSettings.model_validate(settings)
+    planned = plan_mesh(mesh, MACHINE, ports, "secret")
+    for child in planned.children:
+        assert with_free_event_ports(mesh, child, ports) is child
+    worker = next(child for child in planned.children if child.name == "context-0")
+    taken |= {5557, 5657}
+    renewed = with_free_event_ports(mesh, worker, ports)
+    before, after = (child.settings.kv_cache_config.kv_events_config for child in (worker, renewed))
+    assert {field for field in type(before).model_fields if getattr(before, field) != getattr(after, field)} == moves
+    assert (renewed is worker) == (not moves)
+    for field in moves:
+        assert LOWEST <= int(getattr(after, field).rpartition(":")[2]) < HIGHEST
+
+
+def test_a_picker_knows_what_it_picked_and_lost():
+    taken: set[int] = set()
+    ports = PortPicker(free=lambda _host, port: port not in taken, seed=1)
+    ports.claim("h", 1)
+    assert (ports.pick("h", 2), ports.pick_run("h", 2, 3)) == (2, 3)
+    assert ports.repick("h", 2) == 2
+    taken |= {1, 2, 4}
+    assert ports.lost() == [2, 4]
+    assert ports.repick("h", 2) not in (1, 2, 3, 4)
+    assert ports.lost() == [4]

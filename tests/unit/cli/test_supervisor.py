@@ -114,6 +114,28 @@ async def test_a_child_that_does_not_start_ends_the_start(family, program, lives
     assert len(family.happened("started", "router")) == lives
 
 
+async def test_a_child_whose_settings_were_renewed_is_tried_again(family, until):
+    fixed = family.directory / "fixed"
+    program = """
+        import os, pathlib, sys, time
+        if not pathlib.Path(os.environ["DIRECTORY"], "fixed").exists():
+            sys.exit(2)
+        time.sleep(60)
+    """
+    child = family.child("child", program)._replace(renew=lambda: fixed.touch() is None)
+    async with family.running(child):
+        await until(lambda: len(family.happened("started", "child")) == 2)
+    assert [event.status for event in family.happened("died", "child")][:1] == [2]
+
+
+async def test_renewing_does_not_go_on_forever_before_the_start(family):
+    child = family.child("child", "import sys; sys.exit(2)")._replace(renew=lambda: True)
+    with pytest.RaisesGroup(StartFailedError, flatten_subgroups=True):
+        async with family.running(child):
+            await anyio.sleep_forever()
+    assert len(family.happened("started", "child")) == 3
+
+
 async def test_after_the_start_it_never_gives_up(family, until):
     async with family.running(family.child("router", "raise SystemExit(2)"), backoff_max_s=0.02) as supervisor:
         supervisor.mark_ready()

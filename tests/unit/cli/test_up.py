@@ -105,6 +105,8 @@ def test_up_answers_says_so_and_leaves_nothing(command):
     assert re.search(r"first token after \d+ ms \(TTFT\), then \d+\.\d ms a token \(TPOT\)", output)
     assert f"curl -N {state.url}/v1/chat/completions" in output
     assert "context-0 warning a warning to show" in output
+    for name in ("coordinator", "indexer", "context-0", "generation-0", "router"):
+        assert re.search(rf"^  up {name} ", output, re.MULTILINE)
     secret = re.search(r"secret=(\S+)", output)
     assert secret is not None
     command.assert_nothing_left(state)
@@ -178,6 +180,24 @@ def test_a_taken_port_is_named(command):
         up = command.run("up", f"--port={listener.getsockname()[1]}")
     assert up.returncode == 2
     assert "is taken; choose another with --port" in up.stderr
+
+
+@pytest.mark.parametrize(
+    ("loser", "said"),
+    [
+        ("coordinator", r"taken meanwhile: \d+; starting again at other ports"),
+        ("context-0", r"context-0 died \(exit status 2\); starting it again in 0.5 s"),
+    ],
+)
+def test_a_port_lost_before_its_use_is_replaced(command, loser, said):
+    command.env["LOSE"] = loser
+    up = command.start("up", *PORTS)
+    state = command.ready()
+    up.send_signal(signal.SIGINT)
+    output, _ = up.communicate(timeout=30)
+    assert up.returncode == 0, output
+    assert len(re.findall(said, output)) == 1
+    command.assert_nothing_left(state)
 
 
 @pytest.mark.parametrize("argv", [("up",), ("up", "--detach"), ("status",), ("down",)], ids=" ".join)
