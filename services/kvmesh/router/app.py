@@ -27,7 +27,7 @@ from kvmesh.router.build import build_parts, custom_tokenizer
 from kvmesh.router.cluster import Server
 from kvmesh.router.dialects.base import Outgoing
 from kvmesh.router.endpoints import Endpoints
-from kvmesh.router.http import HttpReply, HttpUpstream, read_body
+from kvmesh.router.http import BODY_TIMEOUT_S, HttpReply, HttpUpstream, read_body
 from kvmesh.router.match import MatchClient
 from kvmesh.router.metrics import RouterMetrics
 from kvmesh.router.pipeline import Pipeline, RequestHead
@@ -191,7 +191,8 @@ class RouterService(Service):
             raise _starting()
         request_id = request[REQUEST_ID]
         reply = HttpReply(request, request_id)
-        body = await read_body(request, self.settings.max_body_bytes)
+        timeout_s = min(BODY_TIMEOUT_S, self.settings.request_timeout_s)
+        body = await read_body(request, self.settings.max_body_bytes, timeout_s=timeout_s)
         await self._pipeline.serve(kind, body, RequestHead(request_id, request.headers), reply)
         assert reply.response is not None, "the pipeline answered or raised"
         return reply.response

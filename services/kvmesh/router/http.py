@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
 import aiohttp
-from aiohttp import web
+import anyio
+from aiohttp import http_exceptions, web
 
 from kvmesh.net.http import REQUEST_ID_HEADER
-from kvmesh.protocol.errors import ApiError
+from kvmesh.protocol.errors import ApiError, bad_request
 from kvmesh.protocol.openai.sse import SSE_HEADERS
 from kvmesh.router.upstream import UpstreamBrokenError, UpstreamUnreachableError
 
-__all__ = ["HttpReply", "HttpUpstream", "read_body"]
+__all__ = ["BODY_TIMEOUT_S", "HttpReply", "HttpUpstream", "read_body", "receiving"]
 
 CONNECT_TIMEOUT_S = 2.0
 """Workers are a LAN hop away; one that does not accept within this is down."""
@@ -22,18 +24,47 @@ KEEPALIVE_S = 15.0
 """Less than a server's own, so that no request is sent into a connection that is just being closed."""
 
 
-async def read_body(request: web.Request, max_bytes: int) -> bytes:
+BODY_TIMEOUT_S = 30.0
+"""How long a client may take to send a body; the largest takes seconds on a slow line."""
+
+
+@contextmanager
+def receiving(request: web.Request, timeout_s: float) -> Iterator[None]:
+    """A block that reads the body of ``request``.
+
+    Raises:
+        ApiError: 408 when it does not come within ``timeout_s``; 400 when it breaks off or is not in its stated coding.
+    """
+    try:
+        with anyio.fail_after(timeout_s):
+            yield
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"The body did not arrive within {timeout_s:g} s; send the request again.",
+            type="timeout_error",
+            code="body_timeout",
+        ) from None
+    except (web.RequestPayloadError, http_exceptions.HttpProcessingError):
+        request.content.feed_eof()  # the library would read on after the answer, and log what it then meets
+        raise bad_request(
+            "The body is incomplete, or not in the coding that its headers name.", code="invalid_body"
+        ) from None
+
+
+async def read_body(request: web.Request, max_bytes: int, *, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
     """The request's body.
 
     Raises:
-        ApiError: 413 when it is longer than ``max_bytes``.
+        ApiError: 413 when it is longer than ``max_bytes``, and what :func:`receiving` raises.
     """
     if (request.content_length or 0) <= max_bytes:
         parts: list[bytes] = []
         size = 0
-        while (part := await request.content.readany()) and size <= max_bytes:
-            parts.append(part)
-            size += len(part)
+        with receiving(request, timeout_s):
+            while (part := await request.content.readany()) and size <= max_bytes:
+                parts.append(part)
+                size += len(part)
         if size <= max_bytes:
             return b"".join(parts)
     raise ApiError(413, f"The body is over {max_bytes} bytes; send a shorter prompt.", code="too_large")
@@ -63,12 +94,27 @@ class HttpReply:
             headers = {**SSE_HEADERS, REQUEST_ID_HEADER: self._request_id}
             self._stream = self.response = web.StreamResponse(headers=headers)
             await self._stream.prepare(self._request)
-        await self._stream.write(data)
+        with self._reading_client():
+            await self._stream.write(data)
 
     async def finish(self) -> None:
         """See :class:`kvmesh.router.upstream.Reply`."""
         if self._stream is not None:
-            await self._stream.write_eof()
+            with self._reading_client():
+                await self._stream.write_eof()
+
+    @contextmanager
+    def _reading_client(self) -> Iterator[None]:
+        """A write. It waits only while the client does not read; if that ends it, the connection is closed at once.
+
+        A proper end would wait for what is unsent to be read, which may be for ever.
+        """
+        try:
+            yield
+        except anyio.get_cancelled_exc_class():
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise
 
 
 class HttpResponse:

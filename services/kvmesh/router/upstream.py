@@ -72,10 +72,13 @@ class Reply(Protocol):
         """A whole JSON body with status 200."""
 
     async def write(self, data: bytes) -> None:
-        """Bytes of an event stream; the first call sends the head. Waits while the client reads too slowly."""
+        """Bytes of an event stream; the first call sends the head.
+
+        Waits while the client reads too slowly. To be cancelled then closes the connection, whatever is still unsent.
+        """
 
     async def finish(self) -> None:
-        """The stream is over."""
+        """The stream is over; waits like :meth:`write`."""
 
 
 class _ErrorDetail(msgspec.Struct):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from kvmesh.router.deadline import PATIENCE_S, Deadline
@@ -19,4 +20,5 @@ async def test_only_who_was_silent_until_the_deadline_is_blamed() -> None:
 @pytest.mark.parametrize(("timeout_s", "patience_s"), [(180.0, PATIENCE_S), (1.0, 0.5)])
 async def test_current(timeout_s: float, patience_s: float) -> None:
     with anyio.fail_after(timeout_s) as scope:
+        await anyio.lowlevel.checkpoint()
         assert Deadline.current(timeout_s) == (scope.deadline, patience_s)
