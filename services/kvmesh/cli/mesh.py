@@ -121,15 +121,17 @@ class Mesh:
 
     async def serve(self) -> None:
         """Start, come up, stay until cancelled, stop."""
-        try:
-            async with anyio.create_task_group() as tasks:
+        async with anyio.create_task_group() as tasks:
+            try:
                 tasks.start_soon(self._follow_logs)
                 self._step(f"starting {len(self._plan.children)} services")
                 self._supervisor.start(tasks)
                 await self._come_up()
-        finally:
-            with anyio.CancelScope(shield=True):
-                await self._stop()
+                await anyio.sleep_forever()
+            finally:
+                # Inside the group: the supervisor's tasks go on until the children have drained.
+                with anyio.CancelScope(shield=True):
+                    await self._stop()
 
     async def _come_up(self) -> None:
         headers = self._api_key_headers()

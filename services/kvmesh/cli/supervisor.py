@@ -151,6 +151,11 @@ class Supervisor:
         await process.wait()
 
     async def _keep(self, child: Child) -> None:
+        # Only stop() ends this: were it cancelled along with everything else, its child would be killed undrained.
+        with anyio.CancelScope(shield=True):
+            await self._keep_running(child)
+
+    async def _keep_running(self, child: Child) -> None:
         backoff_s = self._backoff_s
         deaths = 0
         while not self._stopping.is_set():
@@ -166,9 +171,21 @@ class Supervisor:
             if self._clock.monotonic_s() - started_s >= STABLE_S:
                 backoff_s = self._backoff_s
             self._on_event(ChildEvent(child.name, "died", 0, status, backoff_s))
-            await self._clock.sleep(backoff_s)
+            await self._pause(backoff_s)
             backoff_s = min(backoff_s * 2, self._backoff_max_s)
             self._restarts[child.name] += 1
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, but no longer than until the end."""
+
+        async def end() -> None:
+            await self._stopping.wait()
+            racers.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as racers:
+            racers.start_soon(end)
+            await self._clock.sleep(seconds)
+            racers.cancel_scope.cancel()
 
     async def _run(self, child: Child) -> int:
         """One life of a child; its exit status."""
