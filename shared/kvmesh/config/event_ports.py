@@ -29,7 +29,8 @@ def event_port_problems(
     replay = tcp_port(replay_endpoint) if replay_endpoint is not None else None
     for name, base in (("endpoint", publish), ("replay_endpoint", replay)):
         if base is not None and base + world_size - 1 > MAX_PORT:
-            problems.append(f"kv_events_config.{name}: port {base} + {world_size - 1} is above the maximum port {MAX_PORT}")
+            last = f"port {base} + {world_size - 1}"
+            problems.append(f"kv_events_config.{name}: {last} is above the maximum port {MAX_PORT}")
     if publish is not None and replay is not None and abs(publish - replay) < ranks_per_host:
         problems.append(
             f"kv_events_config: publish ports from {publish} and replay ports from {replay} overlap; "
