@@ -6,11 +6,9 @@ import itertools
 import math
 import os
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import anyio
 import anyio.abc
@@ -20,6 +18,7 @@ import zmq.asyncio
 from anyio.streams.memory import MemoryObjectSendStream
 
 from kvmesh.config import WorkerSettings
+from kvmesh.engine.rendezvous import rendezvous
 from kvmesh.engine.stream import EngineDeadError, StreamItem, TokenStream
 from kvmesh.protocol.engine import (
     Abort,
@@ -97,8 +96,7 @@ class EngineClient:
             EngineStartError: the process ended, or was not ready in time.
         """
         context = zmq.asyncio.Context()
-        with tempfile.TemporaryDirectory(prefix="kvmesh-engine-") as directory:
-            endpoint = f"ipc://{Path(directory) / 'engine.sock'}"
+        with rendezvous() as endpoint:
             socket = context.socket(zmq.PAIR)
             socket.set_hwm(0)
             socket.linger = 0
