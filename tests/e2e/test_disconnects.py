@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import anyio
 import pytest
+from meshes.by_hand import Mesh
 
 from kvmesh.models.store import DEFAULT_MODEL
 
@@ -24,7 +25,7 @@ SLOW_TRANSFERS = "transceiver.during_transfer=pause:0.02,transceiver.before_requ
 
 
 @pytest.fixture(scope="module")
-def slow_mesh(make_mesh: Callable[..., Any]) -> Any:
+def slow_mesh(make_mesh: Callable[..., Mesh]) -> Any:
     """A mesh whose transfers take long enough for clients to leave while they run."""
     return make_mesh(
         {"context": {}, "generation": {}}, coordinator={"lease_s": LEASE_S}, env={"KVMESH_FAULTS": SLOW_TRANSFERS}
@@ -80,7 +81,7 @@ async def storm(url: str, count: int, seed: int) -> dict[str, int]:
     return left
 
 
-def check_whole(mesh: Any, begun: dict[str, int]) -> None:
+def check_whole(mesh: Mesh, begun: dict[str, int]) -> None:
     """Everything is back within the lease, and the next request is served at once."""
     started_s = time.monotonic()
     mesh.wait_idle(timeout_s=LEASE_S + 1.0)
@@ -93,7 +94,7 @@ def check_whole(mesh: Any, begun: dict[str, int]) -> None:
     assert {worker.name: worker.stats()["pages_total"] for worker in mesh.workers()} == begun
 
 
-async def test_two_hundred_clients_leave(slow_mesh: Any) -> None:
+async def test_two_hundred_clients_leave(slow_mesh: Mesh) -> None:
     begun = {worker.name: worker.stats()["pages_total"] for worker in slow_mesh.workers()}
     left = await storm(slow_mesh["router"].url, CLIENTS, seed=1)
     assert left["all"] == CLIENTS
@@ -104,7 +105,7 @@ async def test_two_hundred_clients_leave(slow_mesh: Any) -> None:
 
 
 @pytest.mark.parametrize("stopped", ["context", "generation"])
-async def test_clients_leave_while_an_engine_stands_still(slow_mesh: Any, stopped: str) -> None:
+async def test_clients_leave_while_an_engine_stands_still(slow_mesh: Mesh, stopped: str) -> None:
     """They leave in prefill and in transfer for sure: nothing moves. Nothing is lost once the engine goes on."""
     begun = {worker.name: worker.stats()["pages_total"] for worker in slow_mesh.workers()}
     engine = slow_mesh[stopped].engine()

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from meshes.by_hand import Mesh
+from meshes.process import until
 
 from kvmesh.models.store import DEFAULT_MODEL
 
@@ -20,7 +22,7 @@ LEAVES_WITHIN_S = 4.0
 
 
 @pytest.fixture(scope="module")
-def drained(make_mesh: Callable[..., Any]) -> Any:
+def drained(make_mesh: Callable[..., Mesh]) -> Any:
     return make_mesh({"context": {}, "generation": {}, "generation-2": {}})
 
 
@@ -43,12 +45,12 @@ class Reader(threading.Thread):
 
 
 @pytest.mark.parametrize("leaving", [("generation",), ("context", "router")])
-def test_streams_are_finished(drained: Any, poll: Callable[..., Any], leaving: tuple[str, ...]) -> None:
+def test_streams_are_finished(drained: Mesh, leaving: tuple[str, ...]) -> None:
     url = drained["router"].url
     readers = [Reader(url), Reader(url)]
     for reader in readers:
         reader.start()
-    poll(lambda: all(len(reader.events) > 3 for reader in readers), "both streams run")
+    until(lambda: all(len(reader.events) > 3 for reader in readers), "both streams run")
     processes = [drained[name] for name in leaving]
     for process in processes:
         process.terminate()

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from meshes.by_hand import Mesh
 
 from kvmesh.models.store import DEFAULT_MODEL
 
@@ -18,7 +19,7 @@ Items = list[dict[str, Any]]
 GENERATED = 64
 
 
-def ask(mesh: Any, prompt: str | list[int], *, stream: bool) -> tuple[list[int], list[int]]:
+def ask(mesh: Mesh, prompt: str | list[int], *, stream: bool) -> tuple[list[int], list[int]]:
     """Prompt and answer token ids of a greedy completion."""
     body = {
         "model": DEFAULT_MODEL,
@@ -43,7 +44,7 @@ def ask(mesh: Any, prompt: str | list[int], *, stream: bool) -> tuple[list[int],
     return prompt_ids, [token for choice in choices for token in choice.get("token_ids") or []]
 
 
-def check(mesh: Any, golden: Items, *, stream: bool) -> None:
+def check(mesh: Mesh, golden: Items, *, stream: bool) -> None:
     # As text in streams and as token ids in whole answers, which must be the same thing; all together, as they come.
     with ThreadPoolExecutor(len(golden)) as together:
         prompts = [item["prompt"] if stream else item["prompt_ids"] for item in golden]
@@ -56,20 +57,20 @@ def check(mesh: Any, golden: Items, *, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_default_backend(mesh: Any, golden: Items, stream: bool) -> None:
+def test_default_backend(mesh: Mesh, golden: Items, stream: bool) -> None:
     before = mesh["generation"].stats()["transfers_completed_total"]
     check(mesh, golden, stream=stream)
     assert mesh["generation"].stats()["transfers_completed_total"] == before + len(golden)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_nixl_backend(nixl_mesh: Any, golden: Items, stream: bool) -> None:
+def test_nixl_backend(nixl_mesh: Mesh, golden: Items, stream: bool) -> None:
     assert nixl_mesh["generation"].get("/server_info")["transfer_backend"] == "NIXL"
     check(nixl_mesh, golden, stream=stream)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_aggregated(aggregated_mesh: Any, golden: Items, stream: bool) -> None:
+def test_aggregated(aggregated_mesh: Mesh, golden: Items, stream: bool) -> None:
     check(aggregated_mesh, golden, stream=stream)
     assert aggregated_mesh["worker"].stats()["transfers_started_total"] == 0
 

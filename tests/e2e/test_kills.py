@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -21,6 +20,8 @@ import aiohttp
 import anyio
 import psutil
 import pytest
+from meshes.process import request
+from meshes.up import Up
 
 from kvmesh.models.store import DEFAULT_MODEL
 
@@ -43,7 +44,7 @@ SAFE_MARGIN = 1e-3
 
 
 @pytest.fixture(scope="module")
-def up(make_up: Callable[..., Any]) -> Any:
+def up(make_up: Callable[..., Up]) -> Any:
     return make_up(*(part for setting in SETTINGS for part in ("--set", setting))).start()
 
 
@@ -176,7 +177,7 @@ def check(crowd: Crowd) -> None:
 
 @pytest.mark.parametrize("name", ["context-0", "generation-0"])
 @pytest.mark.parametrize("part", ["front", "engine"])
-async def test_worker_dies(up: Any, golden: list[dict[str, Any]], name: str, part: str) -> None:
+async def test_worker_dies(up: Up, golden: list[dict[str, Any]], name: str, part: str) -> None:
     before, member = up.child(name), up.members()[name]
     victim = before.pid
     if part == "engine":
@@ -192,7 +193,7 @@ async def test_worker_dies(up: Any, golden: list[dict[str, Any]], name: str, par
 
 
 @pytest.mark.parametrize("name", ["coordinator", "indexer"])
-async def test_nobody_notices(up: Any, golden: list[dict[str, Any]], name: str) -> None:
+async def test_nobody_notices(up: Up, golden: list[dict[str, Any]], name: str) -> None:
     before, members = up.child(name), up.members()
     async with Crowd(up.url, golden).asking() as crowd:
         os.kill(before.pid, signal.SIGKILL)
@@ -205,7 +206,7 @@ async def test_nobody_notices(up: Any, golden: list[dict[str, Any]], name: str) 
     assert set(crowd.outcomes) == {"right"}
 
 
-async def test_router_dies(up: Any, golden: list[dict[str, Any]]) -> None:
+async def test_router_dies(up: Up, golden: list[dict[str, Any]]) -> None:
     before = up.child("router")
     async with Crowd(up.url, golden).asking() as crowd:
         os.kill(before.pid, signal.SIGKILL)
@@ -215,9 +216,9 @@ async def test_router_dies(up: Any, golden: list[dict[str, Any]]) -> None:
     assert crowd.outcomes["closed"] > 0, "clients of the killed router see their connections closed"
 
 
-async def test_pages_are_all_there_afterwards(up: Any) -> None:
+async def test_pages_are_all_there_afterwards(up: Up) -> None:
     def idle() -> bool:
-        stats = [json_of(f"{member['url']}/iteration_stats") for member in workers_of(up)]
+        stats = [json.loads(request(f"{member['url']}/iteration_stats")[1]) for member in workers_of(up)]
         return all(
             one["pages_free"] + one["pages_evictable"] == one["pages_total"] and one["integrity_failures_total"] == 0
             for one in stats
@@ -226,12 +227,7 @@ async def test_pages_are_all_there_afterwards(up: Any) -> None:
     await until(idle, "every page is back")
 
 
-def json_of(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=30) as response:
-        return json.load(response)
-
-
-def workers_of(up: Any) -> list[dict[str, Any]]:
+def workers_of(up: Up) -> list[dict[str, Any]]:
     return [member for member in up.members().values() if member["role"] in ("context", "generation")]
 
 
@@ -239,11 +235,11 @@ def workers(members: dict[str, Any]) -> dict[str, int]:
     return {name: one["epoch"] for name, one in members.items() if one["role"] in ("context", "generation")}
 
 
-def restarted(up: Any, name: str, before: Any) -> bool:
+def restarted(up: Up, name: str, before: Any) -> bool:
     child = up.child(name)
     return child is not None and child.pid != before.pid and child.restarts > before.restarts
 
 
-def rejoined(up: Any, name: str, before: dict[str, Any]) -> bool:
+def rejoined(up: Up, name: str, before: dict[str, Any]) -> bool:
     member = up.members().get(name)
     return member is not None and member["epoch"] > before["epoch"]

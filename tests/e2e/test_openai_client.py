@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import openai
 import pytest
+from meshes.by_hand import Mesh
+from meshes.process import request
 
 from kvmesh.models.store import DEFAULT_MODEL
 
@@ -138,7 +139,7 @@ async def test_stop_string(client: Client, stream: bool) -> None:
     assert finish == "stop"
 
 
-async def test_stop_string_in_the_first_token(client: Client, mesh: Any) -> None:
+async def test_stop_string_in_the_first_token(client: Client, mesh: Mesh) -> None:
     """The context server itself ends the answer; its pages are not kept for anybody."""
     common: dict[str, Any] = {"model": MODEL, "prompt": "1, 2, 3, 4,", "temperature": 0, "max_tokens": 8}
     first = (await client.completions.create(**{**common, "max_tokens": 1})).choices[0].text
@@ -162,7 +163,7 @@ async def test_seed_reproduces(client: Client) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 16])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_exact_counts(client: Client, mesh: Any, count: int, stream: bool) -> None:
+async def test_exact_counts(client: Client, mesh: Mesh, count: int, stream: bool) -> None:
     calls = generation_calls(mesh)
     common: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": count}
     common["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
@@ -215,21 +216,21 @@ async def test_errors(client: Client, name: str, stream: bool) -> None:
     assert {"code", "param"} <= set(body)
 
 
-def test_bad_json(mesh: Any, post_raw: Callable[[str, bytes], tuple[int, bytes]]) -> None:
+def test_bad_json(mesh: Mesh) -> None:
     for text in (b"{", b"[]", b"\xff\xfe", b""):
-        status, body = post_raw(f"{mesh['router'].url}/v1/chat/completions", text)
+        status, body = request(f"{mesh['router'].url}/v1/chat/completions", text)
         assert status == 400
         error = json.loads(body)["error"]
         assert set(error) == {"message", "type", "param", "code"}
 
 
-async def test_mesh_is_left_whole(client: Client, mesh: Any) -> None:
+async def test_mesh_is_left_whole(client: Client, mesh: Mesh) -> None:
     """After all of the above nothing is lent out."""
     await client.completions.create(model=MODEL, prompt="Done", max_tokens=1)
     mesh.wait_idle()
 
 
-def generation_calls(mesh: Any) -> float:
+def generation_calls(mesh: Mesh) -> float:
     """Completion requests that the generation server has answered."""
     return sum(
         value

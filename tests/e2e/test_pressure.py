@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from meshes.by_hand import Mesh
 
 from kvmesh.models.store import DEFAULT_MODEL
 
@@ -39,7 +40,7 @@ def bodies() -> list[dict[str, Any]]:
     ]
 
 
-def ask(mesh: Any, body: dict[str, Any]) -> tuple[list[int], list[float]]:
+def ask(mesh: Mesh, body: dict[str, Any]) -> tuple[list[int], list[float]]:
     """Tokens, and each one's lead over the second best."""
     status, events = mesh["router"].post("/v1/completions", body, timeout_s=200.0)
     assert status == 200, events
@@ -59,7 +60,7 @@ def ask(mesh: Any, body: dict[str, Any]) -> tuple[list[int], list[float]]:
     return tokens, margins
 
 
-def test_sixty_four_streams_in_a_small_cache(mesh: Any, make_mesh: Callable[..., Any]) -> None:
+def test_sixty_four_streams_in_a_small_cache(mesh: Mesh, make_mesh: Callable[..., Mesh]) -> None:
     small = {"kv_cache_config": {"max_tokens": CACHE_TOKENS}}
     crowded = make_mesh({"context": small, "generation": small})
     begun = {worker.name: worker.stats() for worker in crowded.workers()}

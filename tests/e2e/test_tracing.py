@@ -9,6 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
 import pytest
+from meshes.by_hand import Mesh
+from meshes.process import until
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from kvmesh.models.store import DEFAULT_MODEL
@@ -90,7 +92,7 @@ def collector() -> Iterator[Collector]:
             thread.join()
 
 
-def test_one_trace_a_request(collector: Collector, make_mesh: Callable[..., Any], poll: Callable[..., Any]) -> None:
+def test_one_trace_a_request(collector: Collector, make_mesh: Callable[..., Mesh]) -> None:
     to = {"otlp_endpoint": collector.url}
     mesh = make_mesh({"context": dict(to), "generation": dict(to)}, router=to, env={"OTEL_BSP_SCHEDULE_DELAY": "200"})
     body = {"model": DEFAULT_MODEL, "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
@@ -106,7 +108,7 @@ def test_one_trace_a_request(collector: Collector, make_mesh: Callable[..., Any]
     def arrived() -> bool:
         return wanted <= {(span.service, span.name) for span in collector.spans if span.trace_id == TRACE_ID}
 
-    poll(arrived, f"all spans of the trace; there are {collector.spans}", 20.0)
+    until(arrived, f"all spans of the trace; there are {collector.spans}", 20.0)
     spans = [span for span in collector.spans if span.trace_id == TRACE_ID]
     by_name = {(span.service, span.name): span for span in spans}
     assert len(by_name) == len(spans), "no span twice"
@@ -129,4 +131,4 @@ def test_one_trace_a_request(collector: Collector, make_mesh: Callable[..., Any]
         found = {(span.trace_id, span.service) for span in collector.spans if span.trace_id not in others}
         return len(found) == 3 and len({trace for trace, _ in found}) == 1
 
-    poll(another, "the second request's trace", 20.0)
+    until(another, "the second request's trace", 20.0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable
-from typing import Any
 
 import pytest
+from meshes.up import Up
 
 from kvmesh.models.store import DEFAULT_MODEL
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 QUESTION = {"model": DEFAULT_MODEL, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 8}
 
 
-def test_foreground_and_ctrl_c(make_up: Callable[..., Any]) -> None:
+def test_foreground_and_ctrl_c(make_up: Callable[..., Up]) -> None:
     up = make_up().start()
     output = up.output.read_text()
     assert f"KVMesh is ready at {up.url}" in output
@@ -49,12 +49,11 @@ def test_foreground_and_ctrl_c(make_up: Callable[..., Any]) -> None:
     up.stop(signal.SIGINT)  # checks that nothing is left
 
 
-def test_detached_and_down(make_up: Callable[..., Any]) -> None:
+def test_detached_and_down(make_up: Callable[..., Up]) -> None:
     up = make_up()
-    output = up.command("up", "--detach", "--port", "0", "--aggregated", "1")
+    output = up.detach("--aggregated", "1")
     assert "KVMesh is ready at" in output
     assert "kvmesh down stops it" in output
-    up.url = up.state().url
     family = up.family()
     assert len(family) >= 6, "a supervisor, four services and an engine"
     assert up.post("/v1/chat/completions", QUESTION)[0] == 200
@@ -65,7 +64,7 @@ def test_detached_and_down(make_up: Callable[..., Any]) -> None:
     up.abandon()
 
 
-def test_killed_supervisor_leaves_nothing_running(make_up: Callable[..., Any]) -> None:
+def test_killed_supervisor_leaves_nothing_running(make_up: Callable[..., Up]) -> None:
     """Its children end with it; ``kvmesh down`` removes the rest."""
     up = make_up().start()
     family = up.family()

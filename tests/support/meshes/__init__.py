@@ -1,0 +1,1 @@
+"""Whole meshes of real processes for the tests that need one."""
