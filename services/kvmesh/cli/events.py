@@ -115,7 +115,9 @@ async def _follow_mesh(url: str, workers: frozenset[str], printer: _Printer) -> 
         if scope.cancelled_caught and not client.connected:
             raise UserError(f"no coordinator answers at {url}; is the mesh up? 'kvmesh up' starts one")
         if scope.cancelled_caught:
-            printer.note("mesh", "no worker publishes events yet; waiting")
+            known = ", ".join(member.instance_id for member in client.members() if member.events_endpoint) or "none"
+            wanted = " or ".join(sorted(workers)) or "any"
+            printer.note("mesh", f"waiting for events of {wanted}; workers that publish now: {known}")
         await printer.done.wait()
         tasks.cancel_scope.cancel()
 

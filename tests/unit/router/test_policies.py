@@ -42,7 +42,7 @@ def test_load_balancing_ties_rotate() -> None:
 
 
 def test_the_holder_is_chosen() -> None:
-    """Three servers, matches [0, 8, 0] blocks of 32."""
+    """T22: three servers, matches [0, 8, 0] blocks of 32."""
     decision = KvCacheAware().choose(three(device_tokens=(0, 256, 0)), QUESTION)
     assert decision.chosen == "s2"
     assert [entry.terms["credit_tokens"] / 32 for entry in decision.candidates] == [0, 8, 0]

@@ -15,7 +15,7 @@ TRUTH = CtxUsage(prompt_tokens=10, cached_tokens=9)
 
 
 @pytest.mark.parametrize("kind", ["completions", "chat"])
-def test_usage_chunk_gets_the_context_servers_numbers_and_no_other_byte_changes(kind: str) -> None:
+def test_t21_usage_chunk_gets_the_context_servers_numbers_and_no_other_byte_changes(kind: str) -> None:
     encoder = ChunkEncoder(kind, id="i", model="m", created=1, include_usage=True)
     before = (
         encoder.first([1])

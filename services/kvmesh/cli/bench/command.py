@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import ipaddress
 import itertools
 import time
@@ -98,6 +99,8 @@ def _check(args: argparse.Namespace) -> None:
     for name, value, least, most in bounds:
         if not least <= value <= most:
             raise UserError(f"{name} must be between {least:g} and {most:g}, not {value:g}")
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        raise UserError("--plot needs matplotlib; in a clone: .venv/bin/pip install -e '.[bench]'")
 
 
 def _load(args: argparse.Namespace, vocabulary: list[int]) -> Load:

@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from kvmesh.cli.bench.summary import Distribution, GroupSummary, RequestRecord
-from kvmesh.cli.errors import UserError
 
 __all__ = ["print_report", "write_json", "write_plot"]
 
@@ -44,15 +43,9 @@ def write_json(
 
 
 def write_plot(path: Path, summaries: Sequence[GroupSummary], records: Sequence[RequestRecord]) -> None:
-    """Cumulative distributions of TTFT, TPOT and ITL, and first tokens over time.
+    """Cumulative distributions of TTFT, TPOT and ITL, and first tokens over time; needs matplotlib."""
+    from matplotlib.figure import Figure
 
-    Raises:
-        UserError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("--plot needs matplotlib: pip install 'kvmesh[bench]'") from None
     figure = Figure(figsize=(12, 8), layout="constrained")
     axes = figure.subplots(2, 2).flat
     for summary in summaries:
