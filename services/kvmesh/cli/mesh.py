@@ -7,7 +7,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import anyio
 import yaml
@@ -24,6 +23,7 @@ from kvmesh.cli.rundir import MeshState, ProcessState, RunDir, start_ticks
 from kvmesh.cli.supervisor import Child, ChildEvent, Supervisor
 from kvmesh.config import MeshSettings, RouterSettings
 from kvmesh.config.sources import ENV_PREFIX
+from kvmesh.net.auth import ApiKeys
 
 __all__ = ["PROGRAM", "SECRET_VARIABLE", "run_mesh"]
 
@@ -190,11 +190,8 @@ class Mesh:
 
     def _api_key_headers(self) -> dict[str, str] | None:
         router = next(child.settings for child in self._plan.children if isinstance(child.settings, RouterSettings))
-        keys = list(router.api_keys)
-        if router.api_keys_file:
-            lines = Path(router.api_keys_file).expanduser().read_text().splitlines()
-            keys += [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        return {"Authorization": f"Bearer {keys[0]}"} if keys else None
+        keys = ApiKeys(router.api_keys_file, router.api_keys)()
+        return {"Authorization": f"Bearer {min(keys)}"} if keys else None
 
 
 class _Settled:

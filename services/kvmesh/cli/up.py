@@ -30,6 +30,7 @@ from kvmesh.models.errors import ModelError
 from kvmesh.models.progress import download_bar
 from kvmesh.models.store import resolve_model
 from kvmesh.net.client import PeerUnreachableError
+from kvmesh.net.groups import leaves
 from kvmesh.protocol.errors import ApiError
 
 __all__ = ["add_arguments", "run"]
@@ -142,15 +143,8 @@ def _run_once(
         try:
             anyio.run(run_mesh, settings, plan, ports, secret, run_dir, console, progress)
         except* (StartFailedError, TimeoutError, ApiError, PeerUnreachableError, UserError) as group:
-            errors = _leaves(group)
+            errors = leaves(group)
     return errors
-
-
-def _leaves(group: ExceptionGroup[Exception]) -> list[Exception]:
-    found: list[Exception] = []
-    for error in group.exceptions:
-        found += _leaves(error) if isinstance(error, ExceptionGroup) else [error]
-    return found
 
 
 def _explain(console: Console, error: StartFailedError) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 __all__ = ["leaves"]
 
 
-def leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+def leaves(group: ExceptionGroup[Exception]) -> list[Exception]:
     """Every error of a group that is not a group itself, in order."""
-    found: list[BaseException] = []
+    found: list[Exception] = []
     for error in group.exceptions:
-        found += leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+        found += leaves(error) if isinstance(error, ExceptionGroup) else [error]
     return found
