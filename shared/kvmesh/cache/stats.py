@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvmesh.cache.pages import PageCounts
 
-__all__ = ["CacheCounters", "CacheStats"]
+__all__ = ["CacheCounters", "CacheStats", "GroupPages", "LevelStats"]
 
 
 @dataclass(slots=True)
@@ -31,6 +31,16 @@ class CacheCounters:
     suspended: int = 0
     resumed: int = 0
     """Resumptions after a suspension; the first one is not counted."""
+    offloaded_pages: int = 0
+    """Pages moved to a colder level."""
+    offloaded_bytes: int = 0
+    onboarded_pages: int = 0
+    """Pages moved to a warmer level."""
+    onboarded_bytes: int = 0
+    dropped_pages: int = 0
+    """Unreferenced pages that left the last level that would have them."""
+    damaged_pages: int = 0
+    """Pages of a cold tier whose content was not what had been written; each became a miss."""
 
 
 class CacheStats(NamedTuple):
@@ -47,3 +57,27 @@ class CacheStats(NamedTuple):
     cached_blocks: int
     pools: tuple[PageCounts, ...]
     counters: CacheCounters
+
+
+class GroupPages(NamedTuple):
+    """Pages of one layer group on one level, by state."""
+
+    group: int
+    window: int | None
+    locked: int
+    pinned: int
+    held: int
+    evictable: int
+
+
+class LevelStats(NamedTuple):
+    """One cache level in detail."""
+
+    level: int
+    tier: str
+    """``gpu``, ``host`` or ``disk``."""
+    total: tuple[int, ...]
+    """Slots by pool."""
+    free: tuple[int, ...]
+    """Free slots by pool."""
+    groups: tuple[GroupPages, ...]
