@@ -19,3 +19,15 @@ class CacheBusyError(CacheError):
 
 class CacheIntegrityError(CacheError):
     """The bookkeeping contradicts itself: a count would go negative, or a check of all pages failed."""
+
+
+class TierFailedError(CacheError):
+    """A cold tier cannot take pages any more (a full disk, an I/O error).
+
+    Attributes:
+        level: of the tier.
+    """
+
+    def __init__(self, level: int, reason: str) -> None:
+        super().__init__(reason)
+        self.level = level

@@ -60,3 +60,16 @@ class FreeList:
         used = self._stack[self._count :]
         self._stack = np.concatenate((added, self._stack[: self._count], used))
         self._count += len(added)
+
+    def shrink(self, capacity: int) -> None:
+        """Forget the numbers from ``capacity`` on, all of which must be free.
+
+        Raises:
+            CacheIntegrityError: one of them is in use.
+        """
+        free = self._stack[: self._count]
+        kept = free[free < capacity]
+        if self._count - len(kept) != len(self._stack) - capacity:
+            raise CacheIntegrityError(f"numbers from {capacity} on are still in use")
+        self._stack = np.concatenate((kept, np.zeros(capacity - len(kept), dtype=np.int32)))
+        self._count = len(kept)

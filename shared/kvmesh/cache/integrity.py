@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kvmesh.cache.errors import CacheIntegrityError
 from kvmesh.cache.lease import PageLease
-from kvmesh.cache.pages import NO_NODE, NO_PAGE, PageTable
+from kvmesh.cache.pages import DEVICE_LEVEL, NO_NODE, NO_PAGE, PageTable
 from kvmesh.cache.sequence import KvCache, SequenceState
 from kvmesh.cache.store import BlockStore
 
@@ -42,65 +42,84 @@ def _require(condition: bool | np.bool_, message: str) -> None:
 
 def _check_states(table: PageTable) -> None:
     pages = np.arange(table.num_pages, dtype=np.int32)
-    free = np.zeros(table.num_pages, dtype=np.bool_)
-    free[table.free_pages.free] = True
-    _require(int(free.sum()) == len(table.free_pages), "a page is twice in the free list")
-    _require(table.locks.min(initial=0) >= 0 and table.holds.min(initial=0) >= 0, "a use count is negative")
-    used = (table.locks > 0) | (table.holds > 0)
-    known = table.node != NO_NODE
-    droppable = table.queue.contains(pages)
-    _require(not (free & (used | known | droppable)).any(), "a free page is in use")
+    free = table.slot == NO_PAGE
     _require(
-        bool(np.array_equal(droppable, known & ~used)), "the eviction queue does not hold exactly the droppable pages"
+        bool(np.array_equal(np.sort(table.free_pages.free), pages[free])), "the free list does not hold the free pages"
     )
-    _require(bool((free | used | droppable).all()), "a page is lost: neither free, nor used, nor droppable")
-    _require(int(droppable.sum()) == len(table.queue), "the eviction queue miscounts")
+    locks, pins, holds = table.uses(pages)
+    _require(min(locks.min(initial=0), pins.min(initial=0), holds.min(initial=0)) >= 0, "a use count is negative")
+    used = (locks > 0) | (pins > 0) | (holds > 0)
+    known = table.node != NO_NODE
+    _require(not (free & (used | known)).any(), "a free page is in use")
+    _require(bool((free | used | known).all()), "a page is lost: neither free, nor used, nor droppable")
+    fixed = (locks > 0) | (pins > 0)
+    _require(bool((table.level[fixed] == DEVICE_LEVEL).all()), "a locked or pinned page is not on the device")
+    damaged = np.zeros(table.num_pages, dtype=np.bool_)
+    damaged[list(table.damaged)] = True
+    _require(not (damaged & (known | ~used)).any(), "a damaged page is offered for reuse, or kept for nobody")
+    held = ~fixed & (holds > 0)
+    waiting = (known & ~used) | (held & ~damaged & (table.level < table.last_level))
+    queued = table.stamps.live != 0
+    _require(bool(np.array_equal(queued, waiting)), "the eviction queues do not hold exactly what may leave")
+    for level, queue in enumerate(table.queues):
+        here = table.level == level
+        _require(int((queued & here).sum()) == len(queue), "an eviction queue miscounts")
+        counts = table.counts(level)
+        _require(counts.held == int((held & here & ~free).sum()), "the number of held pages is wrong")
+        _require(counts.evictable == int((known & ~used & here).sum()), "the number of evictable pages is wrong")
+        _require(min(counts) >= 0 and sum(counts[1:]) == counts.total, "the states do not add up to all pages")
     for page in table.quarantines:
-        _require(bool(table.holds[page] > 0 and not known[page]), "a quarantined page is not held, or is reusable")
-    counts = table.counts
-    _require(counts.locked == int((table.locks > 0).sum()), "the number of locked pages is wrong")
-    _require(min(counts) >= 0 and sum(counts[1:]) == counts.total, "the states do not add up to all pages")
+        _require(bool(pins[page] > 0 and not known[page]), "a quarantined page is not pinned, or is reusable")
+    _require(table.counts().locked == int((locks > 0).sum()), "the number of locked pages is wrong")
 
 
 def _check_slots(table: PageTable) -> None:
-    in_use = table.slot[table.slot != NO_PAGE]
-    free = table.free_slots[0].free
-    slots = np.concatenate((in_use, free))
-    _require(bool(np.array_equal(np.sort(slots), np.arange(table.num_pages))), "a slot is lost or used twice")
-    _require(len(free) == len(table.free_pages), "slots and pages are not freed together")
+    for level, free in enumerate(table.free_slots):
+        in_use = table.slot[(table.slot != NO_PAGE) & (table.level == level)]
+        slots = np.concatenate((in_use, free.free))
+        _require(
+            bool(np.array_equal(np.sort(slots), np.arange(table.num_slots[level]))), "a slot is lost or used twice"
+        )
 
 
 def _check_offers(store: BlockStore) -> None:
-    """Tree and pages name each other, one page per block and group, covering the block."""
+    """Tree and pages name each other; a full-attention group offers a page for every block, covering it."""
     offered = [0] * len(store.tables)
     nodes = store.tree.nodes()
     for group, table in enumerate(store.group_tables):
         pages = store.tree.pages(group)[nodes]
-        _require(bool((pages != NO_PAGE).all()), f"a block offers no page in layer group {group}")
-        _require(bool(np.array_equal(table.node[pages], nodes)), "a page does not name the block that offers it")
-        _require(bool((table.group[pages] == group).all()), "a block offers a page of another layer group")
+        here = pages != NO_PAGE
+        layout = store.layout.groups[group]
         lengths = store.tree.lengths(nodes)
-        _require(bool((table.num_tokens[pages] == lengths).all()), "a page does not cover its block")
-        offered[store.tables.index(table)] += len(pages)
+        if layout.kind == "attention" and layout.window is None:
+            _require(bool(here.all()), f"a block offers no page in layer group {group}")
+            _require(bool((table.num_tokens[pages] == lengths).all()), "a page does not cover its block")
+        pages, lengths = pages[here], lengths[here]
+        _require(bool(np.array_equal(table.node[pages], nodes[here])), "a page does not name the block that offers it")
+        _require(bool((table.group[pages] == group).all()), "a block offers a page of another layer group")
+        covered = table.num_tokens[pages]
+        _require(bool(((covered > 0) & (covered <= lengths)).all()), "a page covers nothing, or more than its block")
+        offered[layout.pool] += len(pages)
     for count, table in zip(offered, store.tables, strict=True):
         _require(count == int((table.node != NO_NODE).sum()), "a page names a block that does not offer it")
 
 
 def _check_users(store: BlockStore, sequences: Iterable[KvCache], leases: Iterable[PageLease]) -> None:
-    locks = {id(table): np.zeros(table.num_pages, dtype=np.int64) for table in store.tables}
-    holds = {id(table): np.zeros(table.num_pages, dtype=np.int64) for table in store.tables}
+    expected = [np.zeros((3, table.num_pages), dtype=np.int64) for table in store.tables]
     for sequence in sequences:
-        uses = locks if sequence.state is SequenceState.ACTIVE else holds
-        for group, table in enumerate(store.group_tables):
-            _count(uses[id(table)], sequence.held_pages(group))
+        for group, layout in enumerate(store.layout.groups):
+            active, held = sequence.used_pages(group)
+            _count(expected[layout.pool][0 if sequence.state is SequenceState.ACTIVE else 2], active)
+            _count(expected[layout.pool][2], held)
     for lease in leases:
-        for group, table in enumerate(store.group_tables):
-            _count(holds[id(table)], lease.pages(group))
-    for table in store.tables:
-        _require(bool(np.array_equal(table.locks, locks[id(table)])), "locks differ from what active sequences use")
-        _require(
-            bool(np.array_equal(table.holds, holds[id(table)])), "holds differ from suspended sequences and leases"
-        )
+        for group, layout in enumerate(store.layout.groups):
+            _count(expected[layout.pool][1], lease.pages(group))
+    for table, uses in zip(store.tables, expected, strict=True):
+        found = table.uses(np.arange(table.num_pages, dtype=np.int32))
+        names = ("locks differ from what active sequences use", "pins differ from the leases",
+                 "holds differ from what suspended sequences use")  # fmt: skip
+        for have, want, name in zip(found, uses, names, strict=True):
+            _require(bool(np.array_equal(have, want)), name)
 
 
 def _count(counts: NDArray[np.int64], pages: NDArray[np.int32]) -> None:

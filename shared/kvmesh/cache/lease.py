@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvmesh.cache.errors import CacheStateError
-from kvmesh.cache.pages import NO_NODE, Pages, PageTable
+from kvmesh.cache.pages import NO_NODE, NO_PAGE, Pages, PageTable
 
 __all__ = ["PageLease"]
 
 
 class PageLease:
-    """Holds the pages of the first tokens of a sequence; they outlive the sequence until :meth:`release`.
+    """Pins the pages of the first tokens of a sequence; they outlive the sequence until :meth:`release`.
 
     A lease may be kept as long as its owner wants; it is released once, on the cache's own thread.
+
+    Attributes:
+        num_tokens: tokens whose pages are pinned.
+        created_s: when it was taken (monotonic).
     """
 
     def __init__(
-        self, num_tokens: int, tables: list[PageTable], pages: list[Pages], on_release: Callable[[PageLease], None]
+        self,
+        num_tokens: int,
+        tables: Sequence[PageTable],
+        pages: Sequence[Pages],
+        on_release: Callable[[PageLease], None],
+        *,
+        created_s: float = 0.0,
     ) -> None:
         self.num_tokens = num_tokens
+        self.created_s = created_s
         self._tables = tables
-        self._pages = pages
+        self._blocks = pages
+        self._pages = [held[held != NO_PAGE] for held in pages]
         self._quarantined: list[Pages] = []
         self._on_release = on_release
         self._released = False
-        for table, held in zip(tables, pages, strict=True):
-            table.hold(held)
+        for table, held in zip(tables, self._pages, strict=True):
+            table.pin(held)
 
     @property
     def released(self) -> bool:
@@ -44,17 +56,17 @@ class PageLease:
         return sum(len(held) for held in self._pages)
 
     def pages(self, group: int) -> Pages:
-        """Bookkeeping numbers of the pages in ``group`` (for checks; bytes are found by :meth:`page_ids`)."""
+        """Bookkeeping numbers of the pinned pages in ``group`` (for checks; bytes are found by :meth:`page_ids`)."""
         return self._pages[group]
 
     def page_ids(self, group: int) -> Pages:
-        """Slots in the device pool of ``group``, one for each block, in order: int32 ``[blocks]``.
+        """Slots in the device pool of ``group``, one for each block, in order: int32 ``[blocks]``, -1 without a page.
 
         Raises:
             CacheStateError: the lease was released; the pages belong to others by now.
         """
         self._check()
-        return self._tables[group].slots(self._pages[group])
+        return self._tables[group].slots(self._blocks[group])
 
     def quarantine(self) -> None:
         """Say that a peer may still write into the pages that are not reusable blocks; they count as quarantined.
@@ -86,7 +98,7 @@ class PageLease:
         self._quarantined = []
         for table, held in zip(self._tables, self._pages, strict=True):
             # Last block first, so that the leaf of the prefix is evicted before what it continues.
-            table.unhold(held[::-1])
+            table.unpin(held[::-1])
         self._on_release(self)
 
     def _check(self) -> None:

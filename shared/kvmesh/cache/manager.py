@@ -1,6 +1,6 @@
 """The KV cache manager (V2): makes sequences, finds reusable prefixes, and knows the state of every page.
 
-One thread drives a manager and everything made by it; no call waits. Running out of pages is a result
+One thread drives a manager and everything made by it; no call waits for anybody. Running out of pages is a result
 (``resume`` and ``resize`` return False), and then nothing has changed.
 """
 
@@ -8,73 +8,103 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
-from kvmesh.cache.device import Device, DeviceBuffer
+from kvmesh.cache.base import MatchInfo
+from kvmesh.cache.conversation import Conversations
+from kvmesh.cache.device import DeviceBuffer
 from kvmesh.cache.errors import CacheBusyError
 from kvmesh.cache.events import EventSink
 from kvmesh.cache.integrity import check_store
 from kvmesh.cache.layout import PageLayout
 from kvmesh.cache.lease import PageLease
-from kvmesh.cache.pages import DEFAULT_PRIORITY, Pages
+from kvmesh.cache.pages import DEVICE_LEVEL, NO_PAGE, Pages
+from kvmesh.cache.priorities import PagePriorities
+from kvmesh.cache.rebalance import RebalanceTuner
 from kvmesh.cache.sequence import KvCache
 from kvmesh.cache.settings import CacheSettings
-from kvmesh.cache.stats import CacheStats
-from kvmesh.cache.store import BlockMatch, BlockStore
+from kvmesh.cache.stats import CacheStats, GroupPages, LevelStats, ages_of
+from kvmesh.cache.storage import Storage
+from kvmesh.cache.store import NO_MATCH, BlockMatch, BlockStore
+from kvmesh.cache.windows import blocks_needed
 from kvmesh.hashing import ReuseScope, TokenIds, v2_block_keys, v2_root
+from kvmesh.protocol.retention import RetentionConfig
 
 __all__ = ["CacheSettings", "KvCache", "KvCacheManager", "MatchInfo"]
 
-
-class MatchInfo(NamedTuple):
-    """How much of a prompt is cached now."""
-
-    num_tokens: int
-    """Reusable tokens; always less than the prompt's length, since the last token must be computed."""
-    num_full_blocks: int
-    """Blocks that would be shared; a remainder of ``num_tokens`` would be copied from a further one."""
+_HOST_LEVEL = 1
 
 
 class KvCacheManager:
-    """The cache of one engine.
+    """The cache of one engine; implements :class:`kvmesh.cache.base.CacheManager`.
 
     Args:
         layout: layer groups, pools and page sizes.
-        num_pages: pages of each pool of ``layout`` (:func:`kvmesh.cache.sizing.plan_pages`).
-        device: where the pools are allocated.
+        storage: the bytes of all levels; the manager closes it.
+        num_pages: ``num_pages[level][pool]``: slots of ``storage``.
         settings: how it behaves.
         event_sink: told of every change of what is reusable.
+        max_pages: by pool, the most slots that it may have on all levels together, for :meth:`rebalance`.
+        tuner: decides when memory should move between pools, None to leave it where it is.
     """
 
     def __init__(
         self,
         layout: PageLayout,
-        num_pages: Sequence[int],
-        device: Device,
+        storage: Storage,
+        num_pages: Sequence[Sequence[int]],
         settings: CacheSettings | None = None,
         event_sink: EventSink | None = None,
+        *,
+        max_pages: Sequence[int] | None = None,
+        tuner: RebalanceTuner | None = None,
     ) -> None:
-        if len(num_pages) != len(layout.pools):
-            raise ValueError(f"{len(layout.pools)} pools need as many page counts, not {len(num_pages)}")
+        if any(len(counts) != len(layout.pools) for counts in num_pages):
+            raise ValueError(f"{len(layout.pools)} pools need as many page counts on every level")
         self.layout = layout
         self.settings = settings or CacheSettings()
         self.store = BlockStore(
-            layout, list(num_pages), partial_reuse=self.settings.enable_partial_reuse, sink=event_sink
+            layout,
+            storage,
+            num_pages,
+            max_pages=max_pages,
+            partial_reuse=self.settings.enable_partial_reuse,
+            offload_min_priority=self.settings.cold_tier_offload_min_priority,
+            sink=event_sink,
         )
-        self.pools: list[DeviceBuffer] = []
-        """Memory of each pool: slot ``i`` begins at ``address + i * page_bytes``."""
-        self._device = device
+        self.tiers = tuple(storage.tiers)
+        self.storage = storage
+        self.tuner = tuner
         self._sequences: set[KvCache] = set()
         self._leases: set[PageLease] = set()
-        for pool, count in zip(layout.pools, num_pages, strict=True):
-            self.pools.append(device.allocate(count * pool.page_bytes))
+        self._conversations = Conversations(self.store, self.settings.max_num_turns)
+        self._now_s = 0.0
+        self._closed = False
+        if event_sink is not None:
+            event_sink.on_created(
+                self.tiers, [[counts[group.pool] for counts in num_pages] for group in layout.groups]
+            )
+
+    @property
+    def pools(self) -> Sequence[DeviceBuffer]:
+        """Device memory of each pool: slot ``i`` begins at ``address + i * page_bytes``. It never moves."""
+        return self.storage.pools
+
+    @property
+    def can_suspend(self) -> bool:
+        """Whether suspended pages can leave the device: there is a colder level that takes them."""
+        return any(self.store.placement.usable[1:])
 
     @property
     def utilisation(self) -> float:
-        """The largest share, over pools, of pages that an allocation cannot get."""
-        return max((table.num_pages - table.num_available) / table.num_pages for table in self.store.tables)
+        """The largest share, over pools, of device pages that are neither free nor could leave."""
+        return max(self._unavailable(pool) / self.store.tables[pool].num_slots[DEVICE_LEVEL] for pool in self._pools)
+
+    @property
+    def sequences(self) -> frozenset[KvCache]:
+        """The open ones."""
+        return frozenset(self._sequences)
 
     def block_keys(self, scope: ReuseScope, token_ids: TokenIds) -> list[bytes]:
         """V2 keys of the full blocks of a prompt; give them to :meth:`match` and :meth:`create` to hash only once."""
@@ -85,7 +115,9 @@ class KvCacheManager:
         keys = self.block_keys(scope, token_ids) if block_keys is None else block_keys
         found = self.find(scope, token_ids, keys)
         full = len(found.nodes)
-        return MatchInfo(full * self.layout.tokens_per_block + found.partial_tokens, full)
+        return MatchInfo(
+            full * self.layout.tokens_per_block + found.partial_tokens, full, self._coldest(self._chain(found))
+        )
 
     def create(
         self,
@@ -94,7 +126,9 @@ class KvCacheManager:
         request_id: str,
         *,
         block_keys: list[bytes] | None = None,
-        priority: int = DEFAULT_PRIORITY,
+        retention: RetentionConfig | None = None,
+        conversation_id: str | None = None,
+        reuse: bool = True,
     ) -> KvCache:
         """A new suspended sequence that holds the cached prefix of its prompt.
 
@@ -103,17 +137,32 @@ class KvCacheManager:
             token_ids: the prompt, int32, at least one token.
             request_id: for messages.
             block_keys: from :meth:`block_keys` of the same scope and tokens.
-            priority: 0 (evicted first) to 100, of the pages that it allocates.
+            retention: priorities of its blocks, validated.
+            conversation_id: for the ``per_conversation`` policy; ignored under the others.
+            reuse: False: neither look for cached blocks nor leave any.
 
         Raises:
-            ValueError: the prompt is empty, or the priority is out of range.
+            ValueError: the prompt is empty.
         """
         if not len(token_ids):
             raise ValueError(f"{request_id}: a prompt has at least one token")
-        if not 0 <= priority <= 100:
-            raise ValueError(f"{request_id}: priority {priority} is not in 0..100")
         keys = self.block_keys(scope, token_ids) if block_keys is None else block_keys
-        sequence = KvCache(self, scope, token_ids, request_id, block_keys=keys, priority=priority)
+        match = self.find(scope, token_ids, keys) if reuse else NO_MATCH
+        settings = self.settings
+        sequence = KvCache(
+            self,
+            scope,
+            token_ids,
+            request_id,
+            match=match,
+            block_keys=keys,
+            priorities=PagePriorities(
+                retention, len(token_ids), self.layout.tokens_per_block, settings.swa_endpoint_rewind_tokens
+            ),
+            storing=settings.enable_block_reuse and reuse,
+            boundaries=self._boundaries(scope, keys, token_ids) if reuse else (),
+            conversation_id=conversation_id if settings.policy == "per_conversation" else None,
+        )
         self._sequences.add(sequence)
         self._count_creation(sequence, len(token_ids))
         return sequence
@@ -121,45 +170,109 @@ class KvCacheManager:
     def find(self, scope: ReuseScope, token_ids: TokenIds, block_keys: list[bytes]) -> BlockMatch:
         """The blocks behind :meth:`match`; nothing where reuse is off."""
         if not self.settings.enable_block_reuse:
-            return BlockMatch([], None, 0)
+            return NO_MATCH
         return self.store.match(scope, block_keys, token_ids, len(token_ids) - 1)
+
+    def prefetch(self, scope: ReuseScope, token_ids: TokenIds, *, block_keys: list[bytes] | None = None) -> int:
+        """Bring disk-tier pages of a prompt's cached prefix up to the host tier, best effort; returns their number."""
+        if len(self.tiers) <= _HOST_LEVEL + 1:
+            return 0
+        keys = self.block_keys(scope, token_ids) if block_keys is None else block_keys
+        chain = self._chain(self.find(scope, token_ids, keys))
+        moved = 0
+        for pool, table in enumerate(self.store.tables):
+            parts = [
+                pages[pages != NO_PAGE]
+                for group, pages in zip(self.layout.groups, self.store.pages_of(chain), strict=True)
+                if group.pool == pool
+            ]
+            pages = np.concatenate(parts)
+            cold = pages[table.level[pages] > _HOST_LEVEL]
+            # Only so much as finds room without driving out what is as likely to be used.
+            cold = cold[: len(table.free_slots[_HOST_LEVEL])]
+            if not len(cold):
+                continue
+            table.lock(cold)
+            intact = self.store.placement.bring(pool, cold, _HOST_LEVEL)
+            table.unlock(cold)
+            moved += 0 if intact is None else int(np.count_nonzero(intact))
+        return moved
+
+    def tick(self, now_s: float) -> None:
+        """Let retention durations that have run out by ``now_s`` (monotonic) expire. Call it once a step."""
+        self._now_s = now_s
+        for table in self.store.tables:
+            for page, old in table.expire(now_s):
+                self.store.announce_priority(table, page, old)
+
+    def pages_needed(self, *, history: int, capacity: int) -> list[int]:
+        """Device pages by pool of a sequence with ``history`` computed tokens and pages for ``capacity``."""
+        size = self.layout.tokens_per_block
+        return self.store.by_pool(
+            [blocks_needed(group, size, history=history, capacity=capacity) for group in self.layout.groups]
+        )
+
+    def available_pages(self) -> list[int]:
+        """By pool, device pages that can be had now: free ones and those that eviction or offload can free."""
+        return [self.store.placement.available(pool) for pool in self._pools]
+
+    def reservable_pages(self) -> list[int]:
+        """By pool, device pages that sequences can own in all: the pool without what only leases pin."""
+        return [
+            counts.total - counts.pinned - counts.quarantined for counts in (table.counts() for table in self.store.tables)
+        ]
 
     def lease(self, num_tokens: int, pages: list[Pages]) -> PageLease:
         """Pin ``pages`` of each layer group; :meth:`KvCache.hold` is the way to call this."""
-        lease = PageLease(num_tokens, self.store.group_tables, pages, self._leases.discard)
+        lease = PageLease(
+            num_tokens, self.store.group_tables, pages, self._leases.discard, created_s=self._now_s
+        )
         self._leases.add(lease)
         return lease
-
-    def copy_pages(self, sources: list[Pages], targets: list[Pages]) -> None:
-        """Copy page contents, ``sources[group]`` to ``targets[group]``."""
-        for group, source, target in zip(self.layout.groups, sources, targets, strict=True):
-            buffer = self.pools[group.pool]
-            table = self.store.tables[group.pool]
-            self._device.copy_pages(buffer, table.slots(target), buffer, table.slots(source), group.page_bytes)
-            self.store.counters.copied_pages += len(target)
 
     def forget(self, sequence: KvCache) -> None:
         """A sequence was closed; :meth:`KvCache.close` calls this."""
         self._sequences.discard(sequence)
 
+    def end_turn(self, conversation_id: str, keys: list[bytes], length: int) -> None:
+        """A conversation's turn is over; :meth:`KvCache.close` calls this."""
+        self._conversations.end_turn(conversation_id, keys, length)
+
     def stats(self) -> CacheStats:
         """Pages by state and counters."""
-        pools = tuple(table.counts for table in self.store.tables)
-        sums = np.sum(pools, axis=0).tolist()
-        total, free, evictable, held, locked, quarantined = sums
+        pools = tuple(table.counts() for table in self.store.tables)
+        total, free, evictable, held, locked, pinned, quarantined = np.sum(pools, axis=0).tolist()
         return CacheStats(
             total=total,
             free=free,
             evictable=evictable,
             held=held,
             locked=locked,
+            pinned=pinned,
             quarantined=quarantined,
             open_sequences=len(self._sequences),
             open_leases=len(self._leases),
             cached_blocks=self.store.num_blocks,
             pools=pools,
             counters=replace(self.store.counters),
+            pinned_by_age=ages_of((self._now_s - lease.created_s, lease.num_pages) for lease in self._leases),
         )
+
+    def level_stats(self) -> list[LevelStats]:
+        """Pages by level and layer group; linear in pages, for reports at a human pace."""
+        return [
+            LevelStats(
+                level=level,
+                tier=tier,
+                total=tuple(table.num_slots[level] for table in self.store.tables),
+                free=tuple(len(table.free_slots[level]) for table in self.store.tables),
+                groups=tuple(
+                    GroupPages(index, group.window, *self.store.group_tables[index].group_counts(level, index))
+                    for index, group in enumerate(self.layout.groups)
+                ),
+            )
+            for level, tier in enumerate(self.tiers)
+        ]
 
     def check_integrity(self) -> None:
         """Check the bookkeeping of every page against the tree, the sequences and the leases. Linear in pages.
@@ -180,16 +293,51 @@ class KvCacheManager:
         self.store.clear()
 
     def close(self) -> None:
-        """Forget every block and give the memory back. Closing twice is harmless.
+        """Forget every block and give memory and files back. Closing twice is harmless.
 
         Raises:
             CacheBusyError: a sequence or a lease is open: somebody may still read or write the memory.
         """
+        if self._closed:
+            return
         if self._leases:
             raise CacheBusyError(f"cannot close the cache: {len(self._leases)} page leases are open")
         self.clear_reusable_blocks()
-        while self.pools:
-            self._device.free(self.pools.pop())
+        self._closed = True
+        self.storage.close()
+
+    @property
+    def _pools(self) -> range:
+        return range(len(self.layout.pools))
+
+    def _unavailable(self, pool: int) -> int:
+        counts = self.store.tables[pool].counts()
+        movable = counts.held if self.can_suspend else 0
+        return counts.total - counts.free - counts.evictable - movable
+
+    def _chain(self, found: BlockMatch) -> list[int]:
+        chain: list[int] = found.nodes.tolist()
+        return chain if found.partial_node is None else [*chain, found.partial_node]
+
+    def _coldest(self, chain: list[int]) -> int:
+        if len(self.tiers) == 1 or not chain:
+            return DEVICE_LEVEL
+        pages = self.store.pages_of(chain)
+        return max(
+            int(table.level[own[own != NO_PAGE]].max(initial=DEVICE_LEVEL))
+            for table, own in zip(self.store.group_tables, pages, strict=True)
+        )
+
+    def _boundaries(self, scope: ReuseScope, keys: list[bytes], token_ids: TokenIds) -> tuple[int, ...]:
+        """Where prefill chunks must end, so that there is reusable state at that point (§1.3).
+
+        At the fork, where the prompt leaves what the tree knows, aligned down to a block.
+        """
+        del scope
+        if not self.settings.enable_branch_snapshot:
+            return ()
+        fork = len(self.store.tree.walk(keys)) * self.layout.tokens_per_block
+        return (fork,) if 0 < fork < len(token_ids) else ()
 
     def _count_creation(self, sequence: KvCache, prompt_length: int) -> None:
         counters = self.store.counters

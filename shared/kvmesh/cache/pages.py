@@ -3,90 +3,133 @@
 A page is in exactly one state:
 
 * *free*: no bytes belong to it;
-* *locked*: at least one active sequence uses it; it must stay where the device can read it;
-* *held*: no lock, but a suspended sequence or a lease needs it; it may move, it may not be dropped;
-* *quarantined*: held, not locked, and a peer may still write into it: never committed, never matched;
-* *droppable*: nobody needs it, the prefix tree knows it; it waits in the eviction queue.
+* *locked*: at least one active sequence uses it; it must be on the device;
+* *pinned*: no lock, but a lease lets somebody outside read or write its bytes: it neither moves nor goes;
+* *held*: no lock and no pin, but a suspended sequence needs it; it may move to a colder level, it may not be dropped;
+* *quarantined*: pinned, and a peer may still write into it: never committed, never matched;
+* *droppable*: nobody needs it, the prefix tree knows it.
 
-A page that nobody needs and that the tree does not know is freed at once. Verbs come in pairs: ``lock``/``unlock``,
-``hold``/``unhold``, ``attach``/``detach``; a count never goes negative. All methods take arrays of distinct pages.
+A page that nobody needs and that the tree does not know is freed at once. Held pages (except on the last level, where
+they cannot move on) and droppable pages wait in the eviction queue of their level. Verbs come in pairs: ``lock`` and
+``unlock``, ``pin`` and ``unpin``, ``hold`` and ``unhold``, ``promote`` and ``demote``, ``attach`` and ``detach``; a
+count never goes negative. All methods take arrays of distinct pages.
 
 A page number is not an address: ``slots`` gives the place of its bytes in the pool of its ``level`` (0 is the device).
 """
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvmesh.cache.errors import CacheIntegrityError, CacheStateError
-from kvmesh.cache.eviction import EvictionQueue
+from kvmesh.cache.eviction import EvictionQueue, Stamps
 from kvmesh.cache.freelist import FreeList
+from kvmesh.protocol.retention import DEFAULT_PRIORITY
 
 __all__ = ["DEFAULT_PRIORITY", "DEVICE_LEVEL", "NO_NODE", "NO_PAGE", "PageCounts", "PageTable", "Pages"]
 
 Pages = NDArray[np.int32]
 
 NO_PAGE = -1
+"""Also what a block table holds where there is no page (TensorRT-LLM's BAD_PAGE_INDEX)."""
 NO_NODE = -1
 DEVICE_LEVEL = 0
 
-DEFAULT_PRIORITY = 35
-"""TensorRT-LLM's middle of 0 (first to go) to 100."""
+# A page's users are counted in one number, so that a change of state is one addition and its class one comparison.
+_HOLD = 1
+_PIN = 1 << 20
+_LOCK = 1 << 40
+_FIELD = _PIN - 1
+
+_NONE = np.empty(0, dtype=np.int32)
 
 
 class PageCounts(NamedTuple):
-    """How many pages are in each state."""
+    """How many device pages of a pool are in each state; the parts add up to ``total``."""
 
     total: int
     free: int
     evictable: int
+    """Droppable ones."""
     held: int
     locked: int
+    pinned: int
     quarantined: int
 
 
 class PageTable:
-    """Bookkeeping of one pool's pages.
+    """Bookkeeping of one pool's pages on all levels.
 
     Args:
-        num_pages: pages of the pool; every one has a slot on the device.
+        num_slots: slots of the pool by level; level 0 is the device.
+        max_slots: the most slots that there may ever be over all levels (``resize``); the present ones when None.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_slots: Sequence[int], *, max_slots: int | None = None) -> None:
+        num_pages = max(sum(num_slots), max_slots or 0)
         self.num_pages = num_pages
-        self.queue = EvictionQueue(num_pages)
+        self.num_slots = list(num_slots)
+        """By level."""
+        self.last_level = len(num_slots) - 1
+        self.stamps = Stamps(num_pages)
+        self.queues = [EvictionQueue(self.stamps) for _ in num_slots]
+        """By level: what can leave it, in this order."""
         self.free_pages = FreeList(num_pages)
-        self.free_slots = [FreeList(num_pages)]
-        """Per level."""
+        self.free_slots = [FreeList(count) for count in num_slots]
         self.level: NDArray[np.uint8] = np.zeros(num_pages, dtype=np.uint8)
         self.slot: NDArray[np.int32] = np.full(num_pages, NO_PAGE, dtype=np.int32)
+        """``NO_PAGE`` marks a free page."""
         self.group: NDArray[np.uint8] = np.zeros(num_pages, dtype=np.uint8)
         self.priority: NDArray[np.uint8] = np.zeros(num_pages, dtype=np.uint8)
-        self.locks: NDArray[np.int32] = np.zeros(num_pages, dtype=np.int32)
-        self.holds: NDArray[np.int32] = np.zeros(num_pages, dtype=np.int32)
         self.node: NDArray[np.int32] = np.full(num_pages, NO_NODE, dtype=np.int32)
         """Tree node that offers this page for reuse."""
         self.num_tokens: NDArray[np.int32] = np.zeros(num_pages, dtype=np.int32)
         """Tokens whose KV the page certainly holds; set when the page is attached."""
         self.quarantines: dict[int, int] = {}
         """Pages that peers may still write into, with the number of leases that say so."""
+        self.damaged: set[int] = set()
+        """Held pages whose bytes a cold tier has lost; they only wait for their users to leave."""
+        self._uses: NDArray[np.int64] = np.zeros(num_pages, dtype=np.int64)
         self._num_locked = 0
+        self._num_fixed = 0
+        self._num_held = [0] * len(num_slots)
+        self._durations: dict[int, float] = {}
+        self._expiries: dict[int, float] = {}
+        self._expiry_heap: list[tuple[float, int]] = []
+        self._now_s = 0.0
 
-    @property
-    def num_available(self) -> int:
-        """Pages that an allocation can get: free ones and, by eviction, droppable ones."""
-        return len(self.free_pages) + len(self.queue)
+    def counts(self, level: int = DEVICE_LEVEL) -> PageCounts:
+        """Pages of ``level`` by state."""
+        total, free, held = self.num_slots[level], len(self.free_slots[level]), self._num_held[level]
+        queued = len(self.queues[level])
+        evictable = queued if level == self.last_level else queued - self._queued_held(level)
+        on_device = level == DEVICE_LEVEL
+        quarantined = len(self.quarantines) - sum(self.locked(page) for page in self.quarantines) if on_device else 0
+        locked = self._num_locked if on_device else 0
+        pinned = self._num_fixed - self._num_locked - quarantined if on_device else 0
+        return PageCounts(total, free, evictable, held, locked, pinned, quarantined)
 
-    @property
-    def counts(self) -> PageCounts:
-        """Pages by state; the parts add up to ``total``."""
-        free, evictable = len(self.free_pages), len(self.queue)
-        quarantined = sum(1 for page in self.quarantines if not self.locks[page])
-        held = self.num_pages - free - evictable - self._num_locked - quarantined
-        return PageCounts(self.num_pages, free, evictable, held, self._num_locked, quarantined)
+    def movable(self, level: int, usable: Sequence[bool]) -> int:
+        """Slots of ``level`` that an allocation can get now.
+
+        Free ones, those of droppable pages, and those of held pages that find room on colder levels.
+
+        Args:
+            level: where.
+            usable: by level, whether it still takes pages.
+        """
+        if not usable[level]:
+            return 0
+        room = len(self.free_slots[level]) + len(self.queues[level])
+        if level == self.last_level:
+            return room
+        held = self._queued_held(level)
+        return room - held + min(held, self.movable(level + 1, usable)) if held else room
 
     def slots(self, pages: Pages) -> Pages:
         """Slots of ``pages`` in the pools of their levels; ``NO_PAGE`` stays ``NO_PAGE``."""
@@ -94,62 +137,102 @@ class PageTable:
         slots[pages < 0] = NO_PAGE
         return slots
 
-    def allocate(self, count: int, group: int, priority: int) -> Pages:
-        """Take ``count`` free pages with a slot on the device, locked once.
+    def locked(self, page: int) -> bool:
+        """Whether an active sequence uses ``page``."""
+        return int(self._uses[page]) >= _LOCK
+
+    def nbytes(self) -> int:
+        """Bytes of all columns, without the eviction queues."""
+        columns = (self.stamps.live, self.level, self.slot, self.group, self.priority, self.node, self.num_tokens, self._uses)
+        lists = (self.free_pages, *self.free_slots)
+        return sum(column.nbytes for column in columns) + sum(4 * one.capacity for one in lists)
+
+    def unused(self, pages: Pages) -> NDArray[np.bool_]:
+        """Which of ``pages`` have no user at all."""
+        idle: NDArray[np.bool_] = self._uses[pages] == 0
+        return idle
+
+    def sole_user(self, pages: Pages) -> NDArray[np.bool_]:
+        """Which of ``pages`` have one lock and nothing else."""
+        sole: NDArray[np.bool_] = self._uses[pages] == _LOCK
+        return sole
+
+    def uses(self, pages: Pages) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Locks, pins and holds of each of ``pages``."""
+        uses = self._uses[pages]
+        return uses >> 40, (uses >> 20) & _FIELD, uses & _FIELD
+
+    def allocate(self, count: int, group: int, priorities: NDArray[np.uint8] | int) -> Pages:
+        """Take ``count`` pages with a free slot on the device, locked once.
 
         Raises:
-            CacheIntegrityError: fewer are free; make room first.
+            CacheIntegrityError: fewer slots are free; make room first.
         """
-        pages = self.free_pages.take(count)
-        self.slot[pages] = self.free_slots[DEVICE_LEVEL].take(count)
-        self.level[pages] = DEVICE_LEVEL
-        self.group[pages] = group
-        self.priority[pages] = priority
-        self.num_tokens[pages] = 0
-        self.locks[pages] = 1
+        pages = self.place(count, DEVICE_LEVEL, group, priorities)
+        self._uses[pages] = _LOCK
         self._num_locked += count
+        self._num_fixed += count
         return pages
+
+    def place(self, count: int, level: int, group: int, priorities: NDArray[np.uint8] | int) -> Pages:
+        """Take ``count`` pages with a free slot on ``level`` that nobody uses yet: attach them at once.
+
+        Raises:
+            CacheIntegrityError: fewer slots are free.
+        """
+        slots = self.free_slots[level].take(count)
+        pages = self.free_pages.take(count)
+        self.slot[pages] = slots
+        self.level[pages] = level
+        self.group[pages] = group
+        self.priority[pages] = priorities
+        self.num_tokens[pages] = 0
+        return pages
+
+    def retain(self, pages: Pages, durations_s: NDArray[np.float64]) -> None:
+        """Let the priorities of ``pages`` fall back to the default that long after their first release."""
+        for page, duration_s in zip(pages.tolist(), durations_s.tolist(), strict=True):
+            if duration_s < np.inf:
+                self._durations[page] = duration_s
 
     def lock(self, pages: Pages) -> None:
         """An active sequence starts to use ``pages``."""
-        self.queue.discard(pages)
-        locks = self.locks[pages]
-        self._num_locked += len(pages) - int(np.count_nonzero(locks))
-        self.locks[pages] = locks + 1
+        self._change(pages, _LOCK)
 
     def unlock(self, pages: Pages) -> None:
-        """An active sequence stops using ``pages``; those that become droppable queue up in this order.
+        """An active sequence stops using ``pages``; those that become evictable queue up in this order.
 
         Raises:
             CacheIntegrityError: a page was not locked.
         """
-        locks = self.locks[pages] - 1
-        if locks.size and locks.min() < 0:
-            raise CacheIntegrityError("unlock of a page that is not locked")
-        self.locks[pages] = locks
-        unlocked = locks == 0
-        self._num_locked -= int(np.count_nonzero(unlocked))
-        self._retire(pages[unlocked & (self.holds[pages] == 0)])
+        self._change(pages, -_LOCK)
 
     def hold(self, pages: Pages) -> None:
-        """A suspended sequence or a lease starts to need ``pages``."""
-        self.queue.discard(pages)
-        self.holds[pages] += 1
+        """A suspended sequence starts to need ``pages``."""
+        self._change(pages, _HOLD)
 
     def unhold(self, pages: Pages) -> None:
-        """The counterpart of :meth:`hold`; pages that become droppable queue up in this order.
+        """The counterpart of :meth:`hold`."""
+        self._change(pages, -_HOLD)
 
-        Raises:
-            CacheIntegrityError: a page was not held.
-        """
-        holds = self.holds[pages] - 1
-        if holds.size and holds.min() < 0:
-            raise CacheIntegrityError("unhold of a page that is not held")
-        self.holds[pages] = holds
-        self._retire(pages[(holds == 0) & (self.locks[pages] == 0)])
+    def promote(self, pages: Pages) -> None:
+        """A suspended sequence becomes active: its holds become locks."""
+        self._change(pages, _LOCK - _HOLD)
+
+    def demote(self, pages: Pages) -> None:
+        """An active sequence is suspended: its locks become holds."""
+        self._change(pages, _HOLD - _LOCK)
+
+    def pin(self, pages: Pages) -> None:
+        """A lease starts to need the bytes of ``pages`` where they are."""
+        self._change(pages, _PIN)
+
+    def unpin(self, pages: Pages) -> None:
+        """The counterpart of :meth:`pin`."""
+        self._change(pages, -_PIN)
 
     def quarantine(self, pages: Pages) -> None:
-        """Mark held pages as possibly being written by a peer.
+        """Mark pinned pages as possibly being written by a peer.
 
         Raises:
             CacheStateError: the tree offers one of them for reuse, so it cannot be a destination.
@@ -178,27 +261,234 @@ class PageTable:
         """Whether the content of one of ``pages`` is not certain."""
         return bool(self.quarantines) and not self.quarantines.keys().isdisjoint(pages.tolist())
 
-    def attach(self, pages: Pages, nodes: NDArray[np.int32], num_tokens: int) -> None:
+    def attach(self, pages: Pages, nodes: NDArray[np.int32], num_tokens: int | NDArray[np.int32]) -> None:
         """The tree's ``nodes`` offer ``pages``, which hold the KV of their first ``num_tokens`` tokens."""
         self.node[pages] = nodes
         self.num_tokens[pages] = num_tokens
 
+    def settle(self, pages: Pages) -> None:
+        """Queue freshly placed and attached pages that nobody uses."""
+        self._retire(pages)
+
     def detach(self, pages: Pages) -> None:
         """The tree forgets ``pages``: those that nobody needs are freed, the others when their last user leaves."""
         self.node[pages] = NO_NODE
-        unused = pages[(self.locks[pages] == 0) & (self.holds[pages] == 0)]
-        self.queue.discard(unused)
+        unused = pages[self._uses[pages] == 0]
+        self._unqueue(unused)
         self._free(unused)
+
+    def relocate(self, pages: Pages, level: int, slots: Pages) -> None:
+        """The bytes of ``pages`` (in no queue) are now in ``slots`` of ``level``; their former slots become free."""
+        for old in np.unique(self.level[pages]).tolist():
+            leaving = pages[self.level[pages] == old]
+            self.free_slots[old].put(self.slot[leaving])
+            held = self._held(leaving)
+            self._num_held[old] -= held
+            self._num_held[level] += held
+        self.slot[pages] = slots
+        self.level[pages] = level
+
+    def enqueue(self, pages: Pages, *, front: bool = False) -> None:
+        """Put relocated or popped pages (on one level, idle or held) into the queue of their level.
+
+        Held pages do not queue on the last level, damaged ones nowhere.
+        """
+        if not len(pages):
+            return
+        level = int(self.level[pages[0]])
+        if level == self.last_level:
+            pages = pages[self._uses[pages] == 0]
+        if self.damaged:
+            pages = pages[[page not in self.damaged for page in pages.tolist()]]
+        queue = self.queues[level]
+        (queue.push_front if front else queue.push)(pages, self.priority[pages])
+
+    def spoil(self, pages: Pages) -> None:
+        """The bytes of ``pages`` (in no queue, detached) are lost: free the unused ones, mark the others."""
+        unused = self._uses[pages] == 0
+        self._free(pages[unused & (self.slot[pages] != NO_PAGE)])
+        self.damaged.update(pages[~unused].tolist())
+
+    def any_damaged(self, pages: Pages) -> bool:
+        """Whether the bytes of one of ``pages`` are lost."""
+        return bool(self.damaged) and not self.damaged.isdisjoint(pages.tolist())
+
+    def held_mask(self, pages: Pages) -> NDArray[np.bool_]:
+        """Which of ``pages`` are needed by somebody."""
+        held: NDArray[np.bool_] = self._uses[pages] != 0
+        return held
+
+    def expire(self, now_s: float) -> list[tuple[Pages, int]]:
+        """Let durations that have run out take effect.
+
+        Returns:
+            Committed pages whose priority changed, with the old priority.
+        """
+        self._now_s = now_s
+        changed: list[tuple[Pages, int]] = []
+        while self._expiry_heap and self._expiry_heap[0][0] <= now_s:
+            expiry_s, page = heapq.heappop(self._expiry_heap)
+            if self._expiries.get(page) != expiry_s:
+                continue  # The page was freed meanwhile.
+            del self._expiries[page]
+            one = np.array([page], dtype=np.int32)
+            old = int(self.priority[page])
+            if old == DEFAULT_PRIORITY:
+                continue
+            queued = bool(self.stamps.live[page])
+            self._unqueue(one)
+            self.priority[page] = DEFAULT_PRIORITY
+            if queued:
+                self.queues[int(self.level[page])].push(one, self.priority[one])
+            if self.node[page] != NO_NODE:
+                changed.append((one, old))
+        return changed
+
+    def resize(self, level: int, num_slots: int) -> None:
+        """Change the number of slots of a level; slots from ``num_slots`` on must be free.
+
+        Raises:
+            CacheIntegrityError: one of them is in use.
+        """
+        if num_slots >= self.num_slots[level]:
+            self.free_slots[level].grow(num_slots)
+        else:
+            self.free_slots[level].shrink(num_slots)
+        self.num_slots[level] = num_slots
+
+    def pages_above(self, level: int, slot: int) -> Pages:
+        """Pages of ``level`` in slots from ``slot`` on."""
+        found = np.flatnonzero((self.slot >= slot) & (self.level == level))
+        return found.astype(np.int32)
+
+    def group_counts(self, level: int, group: int) -> tuple[int, int, int, int]:
+        """Locked, pinned, held and droppable pages of ``group`` on ``level``; linear in pages."""
+        here = (self.level == level) & (self.group == group) & (self.slot != NO_PAGE)
+        uses = self._uses[here]
+        locked, fixed, used = (int(np.count_nonzero(uses >= bound)) for bound in (_LOCK, _PIN, 1))
+        return locked, fixed - locked, used - fixed, len(uses) - used
+
+    def fixed(self, pages: Pages) -> NDArray[np.bool_]:
+        """Which of ``pages`` are locked or pinned."""
+        fixed: NDArray[np.bool_] = self._uses[pages] >= _PIN
+        return fixed
+
+    def _queued_held(self, level: int) -> int:
+        held = self._num_held[level]
+        if self.damaged:
+            held -= sum(1 for page in self.damaged if self.level[page] == level and 0 < self._uses[page] < _PIN)
+        return held
+
+    def _held(self, pages: Pages) -> int:
+        uses = self._uses[pages]
+        return int(np.count_nonzero((uses > 0) & (uses < _PIN)))
+
+    def _change(self, pages: Pages, delta: int) -> None:
+        if not len(pages):
+            return
+        before = self._uses[pages]
+        after = before + delta
+        _check(before, after, delta)
+        self._uses[pages] = after
+        self._num_locked += int(np.count_nonzero(after >= _LOCK)) - int(np.count_nonzero(before >= _LOCK))
+        was_fixed, is_fixed = before >= _PIN, after >= _PIN
+        if delta >= _PIN:  # Whatever they were, they are fixed now.
+            self._num_fixed += len(pages) - int(np.count_nonzero(was_fixed))
+            moved = pages if not was_fixed.any() else pages[~was_fixed]
+            if len(moved):
+                self._count_held(moved, before[~was_fixed] > 0, -1)
+                self._unqueue(moved)
+            return
+        self._num_fixed += int(np.count_nonzero(is_fixed)) - int(np.count_nonzero(was_fixed))
+        now_held = ~is_fixed & (after > 0)
+        was_held = ~was_fixed & (before > 0)
+        if delta > 0:  # A hold: idle pages become held.
+            moved = pages[now_held & ~was_held]
+        else:
+            idle = after == 0
+            left = pages[idle]
+            if len(left):
+                self._count_held(left, was_held[idle], -1)
+                self._retire(left)
+            moved = pages[now_held & was_fixed]
+        if len(moved):
+            self._count_held(moved, None, 1)
+            self._unqueue(moved)
+            if self.last_level:
+                self._requeue(moved)
+
+    def _count_held(self, pages: Pages, mask: NDArray[np.bool_] | None, step: int) -> None:
+        if not self.last_level:
+            self._num_held[0] += step * (len(pages) if mask is None else int(np.count_nonzero(mask)))
+            return
+        levels = self.level[pages if mask is None else pages[mask]]
+        for level, count in enumerate(np.bincount(levels, minlength=self.last_level + 1).tolist()):
+            self._num_held[level] += step * count
 
     def _retire(self, pages: Pages) -> None:
         """Pages lost their last user: queue what the tree knows, free the rest."""
         known = self.node[pages] != NO_NODE
-        kept = pages[known]
-        self.queue.push(kept, self.priority[kept])
-        self._free(pages[~known])
+        if known.all():
+            kept = pages
+        else:
+            kept, gone = pages[known], pages[~known]
+            self._unqueue(gone)
+            self._free(gone)
+        if not len(kept):
+            return
+        if self._durations:
+            self._start_durations(kept)
+        self._unqueue(kept)
+        self._requeue(kept)
+
+    def _requeue(self, pages: Pages) -> None:
+        if not self.last_level:
+            self.queues[0].push(pages, self.priority[pages])
+            return
+        levels = self.level[pages]
+        for level in np.unique(levels).tolist():
+            self.enqueue(pages[levels == level])
+
+    def _unqueue(self, pages: Pages) -> None:
+        if not self.last_level:
+            self.queues[0].discard(pages)
+            return
+        levels = self.level[pages]
+        for level in np.unique(levels).tolist():
+            self.queues[level].discard(pages[levels == level])
+
+    def _start_durations(self, pages: Pages) -> None:
+        for page in self._durations.keys() & set(pages.tolist()):
+            expiry_s = self._now_s + self._durations.pop(page)
+            self._expiries[page] = expiry_s
+            heapq.heappush(self._expiry_heap, (expiry_s, page))
 
     def _free(self, pages: Pages) -> None:
-        # Every page lies on the device until colder levels exist, hence one list of slots to give back to.
-        self.free_slots[DEVICE_LEVEL].put(self.slot[pages])
+        if not len(pages):
+            return
+        if not self.last_level:
+            self.free_slots[DEVICE_LEVEL].put(self.slot[pages])
+        else:
+            levels = self.level[pages]
+            for level in np.unique(levels).tolist():
+                self.free_slots[level].put(self.slot[pages[levels == level]])
         self.slot[pages] = NO_PAGE
         self.free_pages.put(pages)
+        if self._durations or self._expiries or self.damaged:
+            for page in pages.tolist():
+                self._durations.pop(page, None)
+                self._expiries.pop(page, None)
+                self.damaged.discard(page)
+
+
+def _check(before: NDArray[np.int64], after: NDArray[np.int64], delta: int) -> None:
+    """Refuse to take away what is not there: a borrow would corrupt the other counts."""
+    if delta in (-_LOCK, _HOLD - _LOCK):
+        if before.min() < _LOCK:
+            raise CacheIntegrityError("unlock of a page that is not locked")
+    elif delta == -_PIN:
+        if ((before >> 20) & _FIELD).min() < 1:
+            raise CacheIntegrityError("unpin of a page that is not pinned")
+    elif delta in (-_HOLD, _LOCK - _HOLD) and (before & _FIELD).min() < 1:
+        raise CacheIntegrityError("unhold of a page that is not held")
+    del after

@@ -1,7 +1,7 @@
 """One sequence's view of the cache: the pages of its tokens, from creation to close.
 
 A sequence is created *suspended*, holding what the tree already has of its prompt. ``resume`` makes it *active* (its
-pages are locked on the device), ``resize`` gives it pages for the next tokens, ``commit`` says which tokens' KV is
+pages are on the device and locked), ``resize`` gives it pages for the next tokens, ``commit`` says which tokens' KV is
 computed, ``close`` gives everything back. At every moment ``committed <= history <= capacity``.
 """
 
@@ -12,9 +12,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvmesh.cache.base import Scratch
+from kvmesh.cache.blocks import GroupBlocks
 from kvmesh.cache.errors import CacheStateError
 from kvmesh.cache.lease import PageLease
-from kvmesh.cache.pages import Pages
+from kvmesh.cache.pages import DEVICE_LEVEL, NO_PAGE, Pages
+from kvmesh.cache.priorities import PagePriorities
+from kvmesh.cache.store import BlockMatch
+from kvmesh.cache.windows import BlockRange, scratch_range
 from kvmesh.hashing import ReuseScope, TokenIds, v2_block_keys, v2_root
 
 if TYPE_CHECKING:
@@ -25,8 +30,7 @@ __all__ = ["KvCache", "SequenceState"]
 _TOKEN_SLACK = 256
 """Room for generated tokens in the first token buffer."""
 
-_BLOCK_SLACK = 8
-"""Room for the blocks of generated tokens in the first page arrays."""
+_NO_RANGE = BlockRange(0, 0)
 
 
 class SequenceState(Enum):
@@ -43,6 +47,7 @@ class KvCache:
     Attributes:
         request_id: for messages.
         scope: where its blocks may be reused.
+        conversation_id: the conversation that it is a turn of, or None.
         num_cached_tokens: leading tokens whose KV was found at creation; always less than the prompt's length.
     """
 
@@ -53,18 +58,25 @@ class KvCache:
         token_ids: TokenIds,
         request_id: str,
         *,
+        match: BlockMatch,
         block_keys: list[bytes],
-        priority: int,
+        priorities: PagePriorities,
+        storing: bool,
+        boundaries: tuple[int, ...] = (),
+        conversation_id: str | None = None,
     ) -> None:
         self.request_id = request_id
         self.scope = scope
+        self.conversation_id = conversation_id
         self._manager = manager
         self._store = manager.store
         self._block_tokens = manager.layout.tokens_per_block
-        self._priority = priority
+        self._priorities = priorities
+        self._boundaries = boundaries
         self._state = SequenceState.SUSPENDED
         self._ever_resumed = False
-        self._storing = manager.settings.enable_block_reuse
+        self._lost = False
+        self._storing = storing
         """Off: commits are accepted, but nothing becomes reusable any more."""
         self._stopped = False
         self._prompt_length = len(token_ids)
@@ -73,24 +85,30 @@ class KvCache:
         self._keys = block_keys.copy()
         """Keys of the leading full blocks of the token buffer, as far as they are known."""
 
-        match = manager.find(scope, token_ids, block_keys)
         self._num_blocks = self._num_stored = len(match.nodes)
-        self._tables: list[Pages] = []
-        for table, pages in zip(self._store.group_tables, self._store.pages_of(match.nodes), strict=True):
-            table.hold(pages)
-            self._tables.append(np.concatenate((pages, np.empty(_BLOCK_SLACK, dtype=np.int32))))
+        self.num_cached_tokens = self._num_blocks * self._block_tokens + match.partial_tokens
+        self._capacity = self._history = self._committed = self.num_cached_tokens
+        self._groups = [
+            GroupBlocks(table, group, self._block_tokens, pages, self.num_cached_tokens)
+            for table, group, pages in zip(
+                self._store.group_tables, manager.layout.groups, self._store.pages_of(match.nodes), strict=True
+            )
+        ]
         self._copy_sources: list[Pages] | None = None
         if match.partial_node is not None:
             self._copy_sources = self._store.pages_of([match.partial_node])
             for table, source in zip(self._store.group_tables, self._copy_sources, strict=True):
                 table.hold(source)
-        self.num_cached_tokens = self._num_blocks * self._block_tokens + match.partial_tokens
-        self._capacity = self._history = self._committed = self.num_cached_tokens
 
     @property
     def state(self) -> SequenceState:
         """Suspended, active or closed."""
         return self._state
+
+    @property
+    def lost(self) -> bool:
+        """A page that it needs was damaged in a cold tier: it can only be closed; a new one finds what is left."""
+        return self._lost
 
     @property
     def capacity(self) -> int:
@@ -109,31 +127,34 @@ class KvCache:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that have pages."""
+        """Blocks of the capacity: the length of every block table."""
         return self._num_blocks
 
+    def chunk_end(self, start: int, end: int) -> int:
+        """Where a prefill chunk that begins at ``start`` and may go up to ``end`` has to stop: at a snapshot point."""
+        return min((point for point in self._boundaries if start < point < end), default=end)
+
     def resume(self) -> bool:
-        """Make the sequence active; a partially matched block is copied into a private page the first time.
+        """Bring all needed pages to the device and lock them; a partially matched block is copied the first time.
 
         Returns:
-            False when the device is too full (``max_util_for_resume``, or no page for the copy); nothing has changed.
+            False when the device is too full (``max_util_for_resume``, or no pages for what is on colder levels or for
+            the copy): nothing has changed, save that pages may have moved between levels. Also False, for ever, when
+            :attr:`lost`.
 
         Raises:
             CacheStateError: the sequence is not suspended.
         """
         self._require(SequenceState.SUSPENDED, "resume")
-        if self._manager.utilisation > self._manager.settings.max_util_for_resume:
+        if self._lost or self._manager.utilisation > self._manager.settings.max_util_for_resume:
             return False
-        copies: list[Pages] | None = None
-        if self._copy_sources is not None:
-            copies = self._store.allocate([1] * self._store.num_groups, self._priority)
-            if copies is None:
-                return False
-        for table, pages in zip(self._store.group_tables, self._pages(), strict=True):
-            table.lock(pages)
-            table.unhold(pages)
-        if copies is not None:
-            self._copy_partial_block(copies)
+        pages = [blocks.active() for blocks in self._groups]
+        for blocks, active in zip(self._groups, pages, strict=True):
+            blocks.table.promote(active)
+        if not self._bring_to_device(pages) or not self._copy_partial_block():
+            for blocks, active in zip(self._groups, pages, strict=True):
+                blocks.table.demote(active)
+            return False
         self._state = SequenceState.ACTIVE
         self._store.counters.resumed += self._ever_resumed
         self._ever_resumed = True
@@ -146,14 +167,18 @@ class KvCache:
             CacheStateError: the sequence is not active.
         """
         self._require(SequenceState.ACTIVE, "suspend")
-        for table, pages in zip(self._store.group_tables, self._pages(), strict=True):
-            table.hold(pages)
-            table.unlock(pages)
+        for blocks in self._groups:
+            blocks.free_scratch()
+            blocks.table.demote(blocks.active())
         self._state = SequenceState.SUSPENDED
         self._store.counters.suspended += 1
 
     def resize(self, capacity: int, history: int | None = None) -> bool:
         """Have pages for ``capacity`` tokens in every layer group, no more and no fewer.
+
+        Blocks that ``history`` leaves behind every window of a group lose their pages there, or get none. With scratch
+        reuse, windowed blocks of this step that will be behind it when ``capacity`` tokens are computed share scratch
+        slots until the next call.
 
         Args:
             capacity: tokens; below the present capacity, trailing pages are given back.
@@ -164,7 +189,8 @@ class KvCache:
 
         Raises:
             CacheStateError: the sequence is not active.
-            ValueError: not ``committed <= present history <= history <= capacity``.
+            ValueError: not ``committed <= present history <= history <= capacity``; or scratch slots are in use and
+                ``history`` does not reach what they were for.
         """
         self._require(SequenceState.ACTIVE, "resize")
         history = self._history if history is None else history
@@ -172,17 +198,34 @@ class KvCache:
             raise ValueError(
                 f"{self.request_id}: history {history} and capacity {capacity} must not be below {self._history}"
             )
+        if history < self._capacity and any(blocks.scratch_range for blocks in self._groups):
+            raise ValueError(
+                f"{self.request_id}: scratch slots hold blocks up to token {self._capacity}; history must reach it"
+            )
         wanted = -(-capacity // self._block_tokens)
-        if wanted > self._num_blocks:
-            new = self._store.allocate([wanted - self._num_blocks] * self._store.num_groups, self._priority)
-            if new is None:
-                return False
-            self._append(new)
-        elif wanted < self._num_blocks:
-            for table, pages in zip(self._store.group_tables, self._pages(wanted), strict=True):
-                table.unlock(pages[::-1])
-            self._num_blocks = wanted
-        self._capacity, self._history = capacity, history
+        if wanted <= self._num_blocks:
+            self._free_scratch()
+            self._raise_history(history)
+            if wanted < self._num_blocks:
+                for blocks in self._groups:
+                    blocks.truncate(wanted)
+                self._num_blocks = wanted
+            self._capacity = capacity
+            return True
+        scratch = self._scratch_ranges(history, capacity)
+        counts = [
+            blocks.missing(wanted, history, part) for blocks, part in zip(self._groups, scratch, strict=True)
+        ]
+        if not self._store.can_allocate(self._store.by_pool(counts), self._freed_by(history)):
+            return False
+        self._free_scratch()
+        self._raise_history(history)
+        new = self._allocate(wanted, counts)
+        if new is None:  # A tier failed while making room.
+            return False
+        for blocks, part, pages in zip(self._groups, scratch, new, strict=True):
+            blocks.extend(wanted, history, part, pages)
+        self._num_blocks, self._capacity = wanted, capacity
         return True
 
     def commit(self, token_ids: TokenIds) -> None:
@@ -208,9 +251,9 @@ class KvCache:
             raise CacheStateError(f"{self.request_id}: commit of quarantined pages")
         self._write_tokens(token_ids)
         self._committed = end
-        self._history = max(self._history, end)
         if self._may_store():
             self._store_full_blocks()
+        self._raise_history(max(self._history, end))
 
     def stop_committing(self) -> None:
         """No more commits will come: the trailing partial block becomes reusable, too. Calling it again does nothing.
@@ -223,27 +266,23 @@ class KvCache:
         if self._stopped:
             return
         self._stopped = True
-        if not self._may_store():
-            return
-        full, rest = divmod(self._committed, self._block_tokens)
-        if rest and self._num_stored == full < self._num_blocks and not self._any_quarantined(full):
-            begin = full * self._block_tokens
-            pages = [pages[full : full + 1] for pages in self._tables]
-            self._store.commit_partial(self.scope, self._parent_key(full), self._tokens[begin : begin + rest], pages)
+        if self._may_store() and not self._lost:
+            self._store_partial_block()
+        for blocks in self._groups:
+            blocks.release_retained(self._num_blocks)
 
     def close(self) -> None:
         """Commit the trailing partial block and give every page back, last block first. Closing twice is harmless.
 
-        Reusable blocks stay in the tree until they are evicted; pages under a lease stay until its release.
+        A turn of a conversation that has computed its whole prompt is over now. Reusable blocks stay in the tree until they are evicted; pages under a lease stay until its release.
         """
         if self._state is SequenceState.CLOSED:
             return
         self.stop_committing()
-        for table, pages in zip(self._store.group_tables, self._pages(), strict=True):
-            if self._state is SequenceState.ACTIVE:
-                table.unlock(pages[::-1])
-            else:
-                table.unhold(pages[::-1])
+        if self.conversation_id is not None and self._committed >= self._prompt_length:
+            self._manager.end_turn(self.conversation_id, self._keys[: self._num_stored], self._committed)
+        for blocks in self._groups:
+            blocks.give_back(locked=self._state is SequenceState.ACTIVE)
         self._drop_copy_sources()
         self._num_blocks = 0
         self._state = SequenceState.CLOSED
@@ -253,7 +292,7 @@ class KvCache:
         """Pin the pages of the first ``num_tokens`` tokens, so that they outlive this sequence.
 
         Raises:
-            CacheStateError: the sequence is closed.
+            CacheStateError: the sequence is closed, or a page is not on the device.
             ValueError: there are no pages for so many tokens.
         """
         if self._state is SequenceState.CLOSED:
@@ -261,56 +300,132 @@ class KvCache:
         blocks = -(-num_tokens // self._block_tokens)
         if num_tokens < 0 or blocks > self._num_blocks:
             raise ValueError(f"{self.request_id}: no pages for {num_tokens} tokens, only {self._num_blocks} blocks")
-        return self._manager.lease(num_tokens, [pages[:blocks].copy() for pages in self._tables])
+        pages = [group.all[:blocks].copy() for group in self._groups]
+        for group, own in zip(self._groups, pages, strict=True):
+            if (group.table.level[own[own != NO_PAGE]] != DEVICE_LEVEL).any():
+                raise CacheStateError(f"{self.request_id}: hold of pages that are not on the device; resume it first")
+        return self._manager.lease(num_tokens, pages)
 
     def page_ids(self, group: int) -> Pages:
         """Slots of the pages in the device pool of ``group``, one for each block, in order: int32 ``[num_blocks]``.
 
-        Valid until the next commit, resize or suspend: committing may exchange a page for an identical shared one.
+        -1 where the window has passed, or where a scratch slot is used. Valid until the next commit, resize or suspend:
+        committing may exchange a page for an identical shared one.
         """
-        return self._store.group_tables[group].slots(self._tables[group][: self._num_blocks])
+        blocks = self._groups[group]
+        return blocks.table.slots(blocks.all)
 
     def block_table_into(self, group: int, row: Pages) -> int:
         """Write :meth:`page_ids` to the start of ``row`` (int32) and return their number; the rest is not touched."""
         row[: self._num_blocks] = self.page_ids(group)
         return self._num_blocks
 
-    def held_pages(self, group: int) -> Pages:
-        """Bookkeeping numbers of every page that this sequence holds or locks in ``group`` (for integrity checks)."""
-        pages: Pages = self._tables[group][: self._num_blocks]
+    def scratch(self, group: int) -> Scratch | None:
+        """The blocks of ``group`` that use scratch slots until the next resize, None when there are none."""
+        blocks = self._groups[group]
+        if not blocks.scratch_range:
+            return None
+        begin, end = blocks.scratch_range
+        return Scratch(begin, end, blocks.table.slots(blocks.scratch_pages))
+
+    def used_pages(self, group: int) -> tuple[Pages, Pages]:
+        """Bookkeeping numbers of what it uses in ``group`` (for checks): active pages, and those that are held anyway."""
+        blocks = self._groups[group]
+        held = blocks.retained()
         if self._copy_sources is not None:
-            return np.concatenate((pages, self._copy_sources[group]))
-        return pages
+            held = np.concatenate((held, self._copy_sources[group]))
+        return np.concatenate((blocks.active(), blocks.scratch_pages)), held
 
     def _require(self, state: SequenceState, action: str) -> None:
         if self._state is not state:
             raise CacheStateError(f"{self.request_id}: {action} on a sequence that is {self._state.value}")
 
-    def _pages(self, start: int = 0) -> list[Pages]:
-        return [pages[start : self._num_blocks] for pages in self._tables]
-
     def _any_quarantined(self, start: int) -> bool:
-        return any(
-            table.any_quarantined(pages)
-            for table, pages in zip(self._store.group_tables, self._pages(start), strict=True)
-        )
+        return any(blocks.table.any_quarantined(blocks.active(start)) for blocks in self._groups)
 
-    def _append(self, new: list[Pages]) -> None:
-        count = self._num_blocks + len(new[0])
-        for group, pages in enumerate(new):
-            table = self._tables[group]
-            if count > len(table):
-                grown = np.empty(max(count + _BLOCK_SLACK, 2 * len(table)), dtype=np.int32)
-                grown[: self._num_blocks] = table[: self._num_blocks]
-                self._tables[group] = table = grown
-            table[self._num_blocks : count] = pages
-        self._num_blocks = count
+    def _bring_to_device(self, pages: list[Pages]) -> bool:
+        """Move promoted pages that are on colder levels up; whether all are on the device."""
+        cold: list[list[Pages]] = [[] for _ in self._store.tables]
+        for group, own in zip(self._manager.layout.groups, pages, strict=True):
+            table = self._store.tables[group.pool]
+            if table.last_level:
+                if table.any_damaged(own):
+                    self._lost = True
+                    return False
+                cold[group.pool].append(own[table.level[own] != DEVICE_LEVEL])
+        needs = [sum(map(len, parts)) for parts in cold]
+        if not any(needs):
+            return True
+        if not self._store.can_allocate(needs):
+            return False
+        for pool, parts in enumerate(cold):
+            intact = self._store.placement.bring(pool, np.concatenate(parts), DEVICE_LEVEL) if needs[pool] else None
+            if intact is None and needs[pool]:
+                return False
+            if intact is not None and not intact.all():
+                self._lost = True
+        return not self._lost
 
-    def _copy_partial_block(self, copies: list[Pages]) -> None:
-        assert self._copy_sources is not None
-        self._manager.copy_pages(self._copy_sources, copies)
+    def _copy_partial_block(self) -> bool:
+        """Copy the partially matched block, if there is one, into a private page; False without room for it."""
+        if self._copy_sources is None:
+            return True
+        copies = self._allocate(self._num_blocks + 1, [1] * self._store.num_groups)
+        if copies is None:
+            return False
+        intact = True
+        for group, source, target in zip(self._manager.layout.groups, self._copy_sources, copies, strict=True):
+            intact &= self._store.placement.copy_to_device(group.pool, source, target)
+        if not intact:
+            for table, target in zip(self._store.group_tables, copies, strict=True):
+                table.unlock(target)
+            self._lost = True
+            return False
         self._drop_copy_sources()
-        self._append(copies)
+        for blocks, page in zip(self._groups, copies, strict=True):
+            blocks.append(page)
+        self._num_blocks += 1
+        return True
+
+    def _allocate(self, wanted: int, counts: list[int]) -> list[Pages] | None:
+        """Pages for blocks up to ``wanted``: ``counts[group]`` of them, the last ones of a group for its last blocks."""
+        rules = [
+            self._priorities.of(group, wanted - count, wanted)
+            for group, count in zip(self._manager.layout.groups, counts, strict=True)
+        ]
+        new = self._store.allocate(counts, [rule.values for rule in rules])
+        if new is not None:
+            for table, rule, pages in zip(self._store.group_tables, rules, new, strict=True):
+                if rule.durations_s is not None:
+                    table.retain(pages, rule.durations_s)
+        return new
+
+    def _scratch_ranges(self, history: int, capacity: int) -> list[BlockRange]:
+        if not self._manager.settings.enable_swa_scratch_reuse:
+            return [_NO_RANGE] * len(self._groups)
+        ranges = [
+            scratch_range(history, capacity, self._block_tokens, group.window) for group in self._manager.layout.groups
+        ]
+        return [BlockRange(max(begin, self._num_blocks), max(end, self._num_blocks)) for begin, end in ranges]
+
+    def _freed_by(self, history: int) -> list[int]:
+        freed = [0] * len(self._store.tables)
+        for group, blocks in zip(self._manager.layout.groups, self._groups, strict=True):
+            freed[group.pool] += blocks.freed_by(history, self._num_stored, storing=self._may_still_store())
+            freed[group.pool] += len(blocks.scratch_pages)
+        return freed
+
+    def _free_scratch(self) -> None:
+        for blocks in self._groups:
+            blocks.free_scratch()
+
+    def _raise_history(self, history: int) -> None:
+        self._history = history
+        storing = self._may_still_store()
+        for blocks in self._groups:
+            blocks.advance(
+                history, self._num_stored, storing=storing, locked=self._state is SequenceState.ACTIVE
+            )
 
     def _drop_copy_sources(self) -> None:
         if self._copy_sources is None:
@@ -332,6 +447,9 @@ class KvCache:
         # Keys of these blocks may have been computed from other tokens.
         del self._keys[begin // self._block_tokens :]
 
+    def _may_still_store(self) -> bool:
+        return self._storing and not self._stopped
+
     def _may_store(self) -> bool:
         return self._storing and (
             self._manager.settings.policy == "all_reusable" or self._committed >= self._prompt_length
@@ -348,10 +466,19 @@ class KvCache:
             self._parent_key(first),
             self._keys[first:last],
             tokens.reshape(-1, self._block_tokens),
-            [pages[first:last] for pages in self._tables],
+            [blocks.all[first:last] for blocks in self._groups],
         )
         if self._storing:
             self._num_stored = last
+        for blocks in self._groups:
+            blocks.release_retained(last if self._storing else self._num_blocks)
+
+    def _store_partial_block(self) -> None:
+        full, rest = divmod(self._committed, self._block_tokens)
+        if rest and self._num_stored == full < self._num_blocks and not self._any_quarantined(full):
+            begin = full * self._block_tokens
+            pages = [blocks.all[full : full + 1] for blocks in self._groups]
+            self._store.commit_partial(self.scope, self._parent_key(full), self._tokens[begin : begin + rest], pages)
 
     def _know_keys(self, blocks: int) -> None:
         known = len(self._keys)

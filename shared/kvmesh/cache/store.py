@@ -1,21 +1,26 @@
-"""Blocks and their pages together: match, allocate, commit, evict. The only module that changes tree and pages at once.
+"""Blocks and their pages together: match, allocate, commit, forget. The only module that changes tree and pages at once.
 
-Under the rules of this module every block of the tree offers a page in every layer group that covers all its tokens,
-and whoever uses a block's page uses the pages of all blocks before it. So a match is a walk, and evicting the oldest
-pages takes leaves first by itself.
+A block of the tree offers at most one page in each layer group. A full-attention group's page is never missing while
+the block is there (when it goes, the block and everything that continues it go), a windowed group's page may be; what
+a match may use is decided by :mod:`kvmesh.cache.matching`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
-from kvmesh.cache.events import EventSink, StoredBlock
+from kvmesh.cache.events import EventSink, StoredBlocks
 from kvmesh.cache.layout import PageLayout
-from kvmesh.cache.pages import DEVICE_LEVEL, Pages, PageTable
+from kvmesh.cache.matching import reusable_length
+from kvmesh.cache.pages import DEVICE_LEVEL, NO_PAGE, Pages, PageTable
+from kvmesh.cache.placement import Placement
 from kvmesh.cache.stats import CacheCounters
-from kvmesh.cache.tree import MAX_SCANNED_CHILDREN, BlockTree
+from kvmesh.cache.storage import Storage
+from kvmesh.cache.tree import MAX_SCANNED_CHILDREN, BlockTree, Nodes
 from kvmesh.hashing import ReuseScope, TokenIds, v2_partial_key, v2_root
 
 __all__ = ["BlockMatch", "BlockStore"]
@@ -24,7 +29,7 @@ __all__ = ["BlockMatch", "BlockStore"]
 class BlockMatch(NamedTuple):
     """What of a prompt is cached; valid until the next change of the store."""
 
-    nodes: list[int]
+    nodes: Nodes
     """The full blocks."""
     partial_node: int | None
     """The block whose first tokens continue them."""
@@ -32,25 +37,54 @@ class BlockMatch(NamedTuple):
     """How many tokens of it match; 0 without a partial block."""
 
 
+NO_MATCH = BlockMatch(np.empty(0, dtype=np.int32), None, 0)
+
+
 class BlockStore:
-    """Tree and page tables of one cache.
+    """Tree, page tables and storage of one cache.
 
     Args:
         layout: layer groups and pools.
-        num_pages: pages of each pool.
+        storage: the bytes of all levels.
+        num_pages: ``num_pages[level][pool]``.
+        max_pages: by pool, the most pages that there may ever be on all levels together.
         partial_reuse: match the leading tokens of a block, too.
+        offload_min_priority: lowest priority of an unreferenced page that may move to a colder level.
         sink: told of every change of what is reusable.
     """
 
     def __init__(
-        self, layout: PageLayout, num_pages: list[int], *, partial_reuse: bool, sink: EventSink | None
+        self,
+        layout: PageLayout,
+        storage: Storage,
+        num_pages: Sequence[Sequence[int]],
+        *,
+        max_pages: Sequence[int] | None = None,
+        partial_reuse: bool,
+        offload_min_priority: int,
+        sink: EventSink | None,
     ) -> None:
+        self.layout = layout
         self.tokens_per_block = layout.tokens_per_block
-        self.tables = [PageTable(count) for count in num_pages]
+        self.tables = [
+            PageTable([counts[pool] for counts in num_pages], max_slots=max_pages[pool] if max_pages else None)
+            for pool in range(len(layout.pools))
+        ]
         self.group_tables = [self.tables[group.pool] for group in layout.groups]
         self.tree = BlockTree(layout.tokens_per_block, len(layout.groups))
         self.counters = CacheCounters()
+        self.placement = Placement(
+            self.tables,
+            storage,
+            [pool.page_bytes for pool in layout.pools],
+            min_priority=offload_min_priority,
+            counters=self.counters,
+            drop=self.drop_pages,
+            moved=self._tell_moved,
+        )
         self._pool_of_group = [group.pool for group in layout.groups]
+        self._whole_chain = [group.kind == "attention" and group.window is None for group in layout.groups]
+        """By group: whether a block cannot be without its page."""
         self._partial_reuse = partial_reuse
         self._sink = sink
 
@@ -64,7 +98,7 @@ class BlockStore:
         """Reusable blocks, partial ones included."""
         return self.counters.stored_blocks - self.counters.removed_blocks
 
-    def match(self, scope: ReuseScope, keys: list[bytes], token_ids: TokenIds, limit: int) -> BlockMatch:
+    def match(self, scope: ReuseScope, keys: Sequence[bytes], token_ids: TokenIds, limit: int) -> BlockMatch:
         """Find the longest cached prefix of ``token_ids``, at most ``limit`` tokens. Changes nothing.
 
         Args:
@@ -74,47 +108,54 @@ class BlockStore:
             limit: upper bound in tokens.
         """
         size = self.tokens_per_block
-        nodes = self.tree.walk(keys)
-        count = min(len(nodes), limit // size)
-        rest = token_ids[count * size : min(limit, (count + 1) * size)]
-        if not self._partial_reuse or not len(rest):
-            return BlockMatch(nodes[:count], None, 0)
-        if count < len(nodes):
-            return BlockMatch(nodes[:count], nodes[count], len(rest))
-        tip = nodes[-1] if nodes else self.tree.find(v2_root(scope))
-        if tip is not None and 0 < self.tree.num_children(tip) < MAX_SCANNED_CHILDREN:
-            children = self.tree.children(tip)
-            shared = self.tree.common_prefix(children, rest)
-            best = int(shared.argmax())
-            if shared[best]:
-                return BlockMatch(nodes, children[best], int(shared[best]))
-        return BlockMatch(nodes, None, 0)
+        chain = self.tree.walk(keys)
+        length = min(len(chain) * size, limit)
+        if length == len(chain) * size and self._partial_reuse:
+            child, shared = self._best_child(scope, chain, token_ids[length:limit])
+            if child is not None:
+                chain = np.append(chain, np.int32(child))
+                length += shared
+        if not length:
+            return NO_MATCH
+        chain = chain[: -(-length // size)]
+        coverage = [self._coverage(group, chain) for group in range(self.num_groups)]
+        length = reusable_length(length, self.layout.groups, coverage, size, partial=self._partial_reuse)
+        full, rest = divmod(length, size)
+        return BlockMatch(chain[:full], int(chain[full]) if rest else None, rest)
 
-    def pages_of(self, nodes: list[int]) -> list[Pages]:
-        """Pages of ``nodes`` in each layer group."""
+    def pages_of(self, nodes: Nodes | list[int]) -> list[Pages]:
+        """Pages of ``nodes`` in each layer group, ``NO_PAGE`` where there is none."""
         return [self.tree.pages(group)[nodes] for group in range(self.num_groups)]
 
-    def allocate(self, counts: list[int], priority: int) -> list[Pages] | None:
-        """Take ``counts[group]`` pages for each layer group, locked once, evicting what has to go.
+    def allocate(self, counts: Sequence[int], priorities: Sequence[np.ndarray | int]) -> list[Pages] | None:
+        """Take ``counts[group]`` pages for each layer group, locked once, on the device; what has to goes elsewhere.
+
+        Args:
+            counts: by layer group.
+            priorities: by layer group, uint8 ``[count]`` or one number for all.
 
         Returns:
-            The pages, or None when there are not enough; then nothing has changed.
+            The pages, or None when there are not enough; then no page was taken.
         """
-        needs = [0] * len(self.tables)
-        for pool, count in zip(self._pool_of_group, counts, strict=True):
-            needs[pool] += count
-        if any(need > table.num_available for need, table in zip(needs, self.tables, strict=True)):
+        needs = self.by_pool(counts)
+        if not self.can_allocate(needs):
             return None
-        for need, table in zip(needs, self.tables, strict=True):
-            self._evict(table, need - len(table.free_pages))
+        if not all(self.placement.make_room(pool, DEVICE_LEVEL, need) for pool, need in enumerate(needs)):
+            return None
         self.counters.allocated_pages += sum(counts)
         return [
             table.allocate(count, group, priority)
-            for group, (table, count) in enumerate(zip(self.group_tables, counts, strict=True))
+            for group, (table, count, priority) in enumerate(zip(self.group_tables, counts, priorities, strict=True))
         ]
 
+    def can_allocate(self, needs: Sequence[int], extra: Sequence[int] | None = None) -> bool:
+        """Whether ``needs[pool]`` device pages can be had now, counting ``extra[pool]`` that are about to be free."""
+        return all(
+            need <= self.placement.available(pool) + (extra[pool] if extra else 0) for pool, need in enumerate(needs)
+        )
+
     def commit_full(
-        self, scope: ReuseScope, parent_key: bytes, keys: list[bytes], token_ids: TokenIds, pages: list[Pages]
+        self, scope: ReuseScope, parent_key: bytes, keys: Sequence[bytes], token_ids: TokenIds, pages: list[Pages]
     ) -> bool:
         """Make full blocks reusable. A block that is in the tree already is shared instead: ``pages`` are replaced.
 
@@ -123,8 +164,8 @@ class BlockStore:
             parent_key: key of the block before the first one, or the scope's root key.
             keys: their keys.
             token_ids: int32 ``[len(keys), tokens_per_block]``.
-            pages: per layer group the locked private pages of the blocks; changed in place where the tree's page is
-                shared instead.
+            pages: per layer group the private pages of the blocks, ``NO_PAGE`` where there is none; changed in place
+                where the tree's page is shared instead.
 
         Returns:
             False when the block before is not in the tree any more, so that these cannot be reached.
@@ -135,19 +176,28 @@ class BlockStore:
         existing = self.tree.walk(keys)
         known = len(existing)
         if known:
-            self._share(existing, [held[:known] for held in pages])
-            parent, parent_key = existing[-1], keys[known - 1]
+            self._share(scope, parent_key, keys[:known], token_ids[:known], existing, [own[:known] for own in pages])
+            parent, parent_key = int(existing[-1]), keys[known - 1]
         if known == len(keys):
             return True
-        tokens = np.ascontiguousarray(token_ids[known:])
+        known_end = _last_with_page(pages)  # A leaf must offer a page.
+        if known_end <= known:
+            return True
+        keys = keys[:known_end]
+        tokens = np.ascontiguousarray(token_ids[known:known_end])
         covered = self._partial_prefixes(parent, tokens[0])
         nodes = self.tree.add_chain(parent, keys[known:], tokens)
-        self._attach(nodes, [held[known:] for held in pages], self.tokens_per_block)
-        self._remove(covered)
-        self._announce(scope, parent_key, keys[known:], list(tokens), pages[0][known:])
+        own = [held[known:known_end] for held in pages]
+        self._adopt(covered, int(nodes[0]), own)
+        self._attach(nodes, own, self.tokens_per_block)
+        self.remove(covered)
+        self.counters.stored_blocks += len(nodes)
+        self._tell_stored(scope, parent_key, keys[known:], tokens, nodes)
         return True
 
-    def commit_partial(self, scope: ReuseScope, parent_key: bytes, token_ids: TokenIds, pages: list[Pages]) -> bool:
+    def commit_partial(
+        self, scope: ReuseScope, parent_key: bytes, token_ids: TokenIds, pages: list[Pages]
+    ) -> bool:
         """Make a partial block reusable as a leaf, unless a block that covers it is there already.
 
         Args:
@@ -171,15 +221,100 @@ class BlockStore:
                 return False
         covered = self._partial_prefixes(parent, token_ids)
         tokens = token_ids.copy()
-        node = self.tree.add_partial(parent, key, tokens)
-        self._attach(np.array([node], dtype=np.int32), pages, len(tokens))
-        self._remove(covered)
-        self._announce(scope, parent_key, [key], [tokens], pages[0])
+        nodes = self.tree.add_partial(parent, key, tokens)
+        self._adopt(covered, int(nodes[0]), pages)
+        self._attach(nodes, pages, len(tokens))
+        self.remove(covered)
+        self.counters.stored_blocks += 1
+        self._tell_stored(scope, parent_key, [key], tokens.reshape(1, -1), nodes)
         return True
 
+    def attach_page(self, node: int, group: int, page: Pages, num_tokens: int) -> None:
+        """Let a block of the tree offer ``page`` (an array of one, on the device), instead of what it had in ``group``.
+
+        The caller tells of it: what was there before is neither told as removed nor as moved here.
+        """
+        nodes = np.array([node], dtype=np.int32)
+        table = self.group_tables[group]
+        old = self.tree.pages(group)[nodes]
+        self.tree.pages(group)[nodes] = page
+        table.attach(page, nodes, num_tokens)
+        if old[0] != NO_PAGE:
+            table.detach(old)
+
+    def drop_pages(self, pool: int, pages: Pages) -> None:
+        """Make the tree forget ``pages`` of one pool, and what cannot be reached without them."""
+        table = self.tables[pool]
+        pages = pages[table.node[pages] >= 0]
+        if not len(pages):
+            return
+        emptied: list[int] = []
+        for group in np.unique(table.group[pages]).tolist():
+            own = pages[table.group[pages] == group]
+            if self._whole_chain[group]:
+                self.remove(table.node[own].tolist())
+                continue
+            own = own[table.node[own] >= 0]
+            nodes = table.node[own]
+            self.tree.clear_pages(group, nodes)
+            self._tell_removed(group, self.tree.index.keys(nodes), own)
+            table.detach(own)
+            emptied += nodes.tolist()
+        if emptied:
+            self.remove(self.tree.empty_leaves(emptied))
+
+    def remove(self, nodes: list[int]) -> None:
+        """Forget blocks and everything that continues them."""
+        if not nodes:
+            return
+        removed, keys = self.tree.remove_subtrees(nodes)
+        for group, table in enumerate(self.group_tables):
+            pages = self.tree.clear_pages(group, removed)
+            here = pages != NO_PAGE
+            if here.all():
+                offered, offered_keys = pages, keys
+            else:
+                offered = pages[here]
+                offered_keys = [key for key, there in zip(keys, here.tolist(), strict=True) if there]
+            if len(offered):
+                self._tell_removed(group, offered_keys, offered)
+                table.detach(offered)
+        self.counters.removed_blocks += len(keys)
+
     def clear(self) -> None:
-        """Forget every block. Pages that are still held outlive this and are freed by their last user."""
-        self._remove([child for root in self.tree.roots() for child in self.tree.children(root)])
+        """Forget every block. Pages that are still in use outlive this and are freed by their last user."""
+        self.remove([child for root in self.tree.roots() for child in self.tree.children(root)])
+
+    def announce_priority(self, table: PageTable, page: Pages, old: int) -> None:
+        """Tell that the priority of one committed page changed."""
+        if self._sink is not None:
+            key = self.tree.index.key(int(table.node[page[0]]))
+            self._sink.on_priority(int(table.group[page[0]]), [key], old, int(table.priority[page[0]]))
+
+    def by_pool(self, counts: Sequence[int]) -> list[int]:
+        """Sums over the layer groups of each pool."""
+        needs = [0] * len(self.tables)
+        for pool, count in zip(self._pool_of_group, counts, strict=True):
+            needs[pool] += count
+        return needs
+
+    def _coverage(self, group: int, chain: Nodes) -> np.ndarray:
+        pages = self.tree.pages(group)[chain]
+        coverage: np.ndarray = self.group_tables[group].num_tokens[pages]
+        coverage[pages == NO_PAGE] = 0
+        return coverage
+
+    def _best_child(self, scope: ReuseScope, chain: Nodes, rest: TokenIds) -> tuple[int | None, int]:
+        """The block after ``chain`` that shares the most leading tokens with ``rest``, and how many."""
+        if not len(rest):
+            return None, 0
+        tip = int(chain[-1]) if len(chain) else self.tree.find(v2_root(scope))
+        if tip is None or not 0 < self.tree.num_children(tip) < MAX_SCANNED_CHILDREN:
+            return None, 0
+        children = self.tree.children(tip)
+        shared = self.tree.common_prefix(children, rest)
+        best = int(shared.argmax())
+        return (children[best], int(shared[best])) if shared[best] else (None, 0)
 
     def _parent(self, scope: ReuseScope, key: bytes) -> int | None:
         node = self.tree.find(key)
@@ -187,17 +322,70 @@ class BlockStore:
             return self.tree.add_root(key)
         return node
 
-    def _share(self, nodes: list[int], pages: list[Pages]) -> None:
-        for table, mine, theirs in zip(self.group_tables, pages, self.pages_of(nodes), strict=True):
-            table.lock(theirs)
-            table.unlock(mine)
-            mine[:] = theirs
-            self.counters.rebased_pages += len(theirs)
+    def _share(
+        self,
+        scope: ReuseScope,
+        parent_key: bytes,
+        keys: Sequence[bytes],
+        token_ids: TokenIds,
+        nodes: Nodes,
+        pages: list[Pages],
+    ) -> None:
+        """Blocks are in the tree already: use its pages where they are as good as ours, else offer ours."""
+        for group, (table, own, theirs) in enumerate(zip(self.group_tables, pages, self.pages_of(nodes), strict=True)):
+            mine = own != NO_PAGE
+            there = theirs != NO_PAGE
+            as_good = there & (table.num_tokens[theirs] >= self.tokens_per_block) & (table.level[theirs] == DEVICE_LEVEL)
+            same = mine & as_good & (own != theirs)
+            if same.any():
+                # Ours may be only held: the window has passed it already, and nothing else will be read of it.
+                locked = table.uses(own[same])[0] > 0
+                self._exchange(table, own, np.flatnonzero(same)[locked], theirs)
+                self.counters.rebased_pages += int(np.count_nonzero(locked))
+            for at in np.flatnonzero(mine & ~as_good & (own != theirs)).tolist():
+                old = theirs[at : at + 1]
+                level, whole = int(table.level[old[0]]), int(table.num_tokens[old[0]]) >= self.tokens_per_block
+                if there[at] and not whole:
+                    self._tell_removed(group, [keys[at]], old)
+                self.attach_page(int(nodes[at]), group, own[at : at + 1], self.tokens_per_block)
+                if there[at] and whole:
+                    if self._sink is not None:
+                        self._sink.on_moved(group, [keys[at]], level, DEVICE_LEVEL)
+                    continue
+                parent = parent_key if at == 0 else keys[at - 1]
+                self._tell(scope, parent, [keys[at]], token_ids[at : at + 1], group, own[at : at + 1])
 
-    def _attach(self, nodes: np.ndarray[tuple[int], np.dtype[np.int32]], pages: list[Pages], num_tokens: int) -> None:
-        for group, (table, mine) in enumerate(zip(self.group_tables, pages, strict=True)):
-            table.attach(mine, nodes, num_tokens)
-            self.tree.pages(group)[nodes] = mine
+    def _exchange(self, table: PageTable, own: Pages, at: np.ndarray, theirs: Pages) -> None:
+        table.lock(theirs[at])
+        table.unlock(own[at])
+        own[at] = theirs[at]
+
+    def _adopt(self, covered: list[int], node: int, pages: list[Pages]) -> None:
+        """Where the new block has no page, take over one of a block that it makes useless."""
+        for group, own in enumerate(pages):
+            if own[0] != NO_PAGE or self._whole_chain[group]:
+                continue
+            column, table = self.tree.pages(group), self.group_tables[group]
+            offers = [int(column[child]) for child in covered if column[child] != NO_PAGE]
+            if not offers:
+                continue
+            best = max(offers, key=lambda page: int(table.num_tokens[page]))
+            one = np.array([best], dtype=np.int32)
+            former = table.node[one]
+            self._tell_removed(group, self.tree.index.keys(former), one)
+            column[former] = NO_PAGE
+            column[node] = best
+            table.node[best] = node
+
+    def _attach(self, nodes: Nodes, pages: list[Pages], num_tokens: int) -> None:
+        for group, (table, own) in enumerate(zip(self.group_tables, pages, strict=True)):
+            here = own != NO_PAGE
+            if here.all():
+                table.attach(own, nodes, num_tokens)
+                self.tree.pages(group)[nodes] = own
+            else:
+                table.attach(own[here], nodes[here], num_tokens)
+                self.tree.pages(group)[nodes[here]] = own[here]
 
     def _partial_prefixes(self, parent: int, token_ids: TokenIds) -> list[int]:
         """Children of ``parent`` that a new block of ``token_ids`` makes useless: partial, and a prefix of it."""
@@ -211,35 +399,70 @@ class BlockStore:
             if length == self.tree.num_tokens(child) < self.tokens_per_block
         ]
 
-    def _evict(self, table: PageTable, count: int) -> None:
-        while count > 0:
-            before = len(table.free_pages)
-            victims = table.queue.pop(count)
-            assert len(victims)
-            self._remove(table.node[victims].tolist())
-            freed = len(table.free_pages) - before
-            self.counters.evicted_pages += freed
-            count -= freed
-
-    def _remove(self, nodes: list[int]) -> None:
-        if not nodes:
-            return
-        removed, keys = self.tree.remove_subtrees(nodes)
-        for group, table in enumerate(self.group_tables):
-            table.detach(self.tree.clear_pages(group, removed))
-        self.counters.removed_blocks += len(keys)
-        if self._sink is not None:
-            self._sink.on_removed(keys)
-
-    def _announce(
-        self, scope: ReuseScope, parent_key: bytes, keys: list[bytes], tokens: list[TokenIds], pages: Pages
+    def _tell_stored(
+        self, scope: ReuseScope, parent_key: bytes, keys: Sequence[bytes], tokens: TokenIds, nodes: Nodes
     ) -> None:
-        self.counters.stored_blocks += len(keys)
         if self._sink is None:
             return
-        priorities = self.group_tables[0].priority[pages].tolist()
-        blocks = [
-            StoredBlock(key, row, DEVICE_LEVEL, priority)
-            for key, row, priority in zip(keys, tokens, priorities, strict=True)
-        ]
-        self._sink.on_stored(scope, None if parent_key == v2_root(scope) else parent_key, blocks)
+        for group in range(self.num_groups):
+            pages = self.tree.pages(group)[nodes]
+            here = pages != NO_PAGE
+            # The first page may be an adopted one: it covers less, and may be on a colder level.
+            adopted = here[0] and self.group_tables[group].num_tokens[pages[0]] < tokens.shape[1]
+            if here.all() and not adopted:
+                self._tell(scope, parent_key, keys, tokens, group, pages)
+                continue
+            runs = [(0, 1)] if adopted else []
+            here[0] = here[0] and not adopted
+            for begin, end in runs + _runs(here):
+                before = parent_key if begin == 0 else keys[begin - 1]
+                self._tell(scope, before, keys[begin:end], tokens[begin:end], group, pages[begin:end])
+
+    def _tell(
+        self, scope: ReuseScope, parent_key: bytes, keys: Sequence[bytes], tokens: TokenIds, group: int, pages: Pages
+    ) -> None:
+        if self._sink is None:
+            return
+        table = self.group_tables[group]
+        covered = int(table.num_tokens[pages[0]])
+        blocks = StoredBlocks(
+            scope=scope,
+            parent_key=None if parent_key == v2_root(scope) else parent_key,
+            keys=keys,
+            token_ids=tokens,
+            level=int(table.level[pages[0]]),
+            priorities=table.priority[pages],
+            covered_tokens=covered if covered < tokens.shape[1] else None,
+        )
+        self._sink.on_stored(group, blocks)
+
+    def _tell_removed(self, group: int, keys: Sequence[bytes], pages: Pages) -> None:
+        if self._sink is None:
+            return
+        levels = self.group_tables[group].level[pages].tolist()
+        begin = 0
+        for level, run in groupby(levels):
+            end = begin + sum(1 for _ in run)
+            self._sink.on_removed(group, keys[begin:end], level)
+            begin = end
+
+    def _tell_moved(self, pool: int, pages: Pages, old: int, new: int) -> None:
+        if self._sink is None:
+            return
+        table = self.tables[pool]
+        pages = pages[table.node[pages] >= 0]
+        for group in np.unique(table.group[pages]).tolist():
+            keys = self.tree.index.keys(table.node[pages[table.group[pages] == group]])
+            self._sink.on_moved(group, keys, old, new)
+
+
+def _last_with_page(pages: Sequence[Pages]) -> int:
+    """Number of blocks up to the last one that has a page in some group."""
+    ends = [int(own.nonzero()[0][-1]) + 1 for own in (pages_of + 1 for pages_of in pages) if own.any()]
+    return max(ends, default=0)
+
+
+def _runs(mask: np.ndarray) -> list[tuple[int, int]]:
+    """Ranges of consecutive true entries."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))

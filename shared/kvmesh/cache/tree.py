@@ -1,19 +1,22 @@
 """The prefix tree: which token blocks are cached, keyed by their V2 digests, one root per reuse scope.
 
-Nodes are numbers; their fields are columns. A key chains over everything before it, so one dictionary from key to node
-finds any block, and walking a prompt is one lookup per block. Inner nodes are full blocks; a partial block is a leaf.
-The tree knows which page of which layer group a node offers, but not the state of pages.
+Nodes are numbers; their fields are columns. A key chains over everything before it, so one index from key to node finds
+any block, and walking a prompt is one lookup per block. Inner nodes are full blocks; a partial block is a leaf. The tree
+knows which page of which layer group a node offers, but not the state of pages. A node may lack the page of a windowed
+group; a leaf that offers no page at all is removed.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvmesh.cache.errors import CacheIntegrityError
 from kvmesh.cache.freelist import FreeList
+from kvmesh.cache.key_index import KeyIndex
 from kvmesh.cache.pages import NO_NODE, NO_PAGE
 from kvmesh.hashing import TokenIds
 
@@ -25,6 +28,9 @@ MAX_SCANNED_CHILDREN = 32
 """A node with this many children is not searched for partial matches: the cost would grow with the cache."""
 
 _FIRST_CAPACITY = 1024
+
+_FREE = -1
+"""Number of tokens of a node that is not in the tree."""
 
 
 class _Column:
@@ -54,43 +60,34 @@ class BlockTree:
 
     def __init__(self, tokens_per_block: int, num_groups: int) -> None:
         self.tokens_per_block = tokens_per_block
-        self._index: dict[bytes, int] = {}
-        self._keys: list[bytes | None] = [None] * _FIRST_CAPACITY
+        self.index = KeyIndex(_FIRST_CAPACITY)
         self._free = FreeList(_FIRST_CAPACITY)
         self._parent = _Column(_FIRST_CAPACITY, NO_NODE)
         self._first_child = _Column(_FIRST_CAPACITY, NO_NODE)
         self._next = _Column(_FIRST_CAPACITY, NO_NODE)
         self._previous = _Column(_FIRST_CAPACITY, NO_NODE)
         self._num_children = _Column(_FIRST_CAPACITY, 0)
-        self._num_tokens = _Column(_FIRST_CAPACITY, 0)
+        self._num_tokens = _Column(_FIRST_CAPACITY, _FREE)
         """0 marks a root."""
         self._pages = [_Column(_FIRST_CAPACITY, NO_PAGE) for _ in range(num_groups)]
         self._tokens: TokenIds = np.zeros((_FIRST_CAPACITY, tokens_per_block), dtype=np.int32)
 
     def __len__(self) -> int:
         """Number of blocks, roots included."""
-        return len(self._index)
+        return len(self.index)
 
     def find(self, key: bytes) -> int | None:
         """The node with ``key``."""
-        return self._index.get(key)
+        node = self.index.find(key)
+        return None if node == NO_NODE else node
 
-    def walk(self, keys: list[bytes]) -> list[int]:
+    def walk(self, keys: Sequence[bytes]) -> Nodes:
         """Nodes of the longest leading run of ``keys`` that is in the tree."""
-        nodes: list[int] = []
-        get = self._index.get
-        for key in keys:
-            node = get(key)
-            if node is None:
-                break
-            nodes.append(node)
-        return nodes
+        return self.index.walk(keys)
 
-    def key(self, node: int) -> bytes:
-        """The key of a node that is in the tree."""
-        key = self._keys[node]
-        assert key is not None
-        return key
+    def contains(self, node: int) -> bool:
+        """Whether ``node`` is a block or a root of the tree now."""
+        return self._num_tokens.items[node] != _FREE
 
     def is_root(self, node: int) -> bool:
         """Whether ``node`` is the root of a scope."""
@@ -99,11 +96,6 @@ class BlockTree:
     def num_tokens(self, node: int) -> int:
         """Tokens of the block."""
         return self._num_tokens.items[node]
-
-    def tokens(self, node: int) -> TokenIds:
-        """The block's tokens (a view)."""
-        row: TokenIds = self._tokens[node, : self._num_tokens.items[node]]
-        return row
 
     def parent(self, node: int) -> int:
         """The node before ``node``; ``NO_NODE`` for a root."""
@@ -137,13 +129,12 @@ class BlockTree:
 
     def add_root(self, key: bytes) -> int:
         """A new root."""
-        node = int(self._take(1)[0])
-        self._num_tokens.items[node] = 0
-        self._keys[node] = key
-        self._index[key] = node
-        return node
+        nodes = self._take(1)
+        self._num_tokens.view[nodes] = 0
+        self.index.add([key], nodes)
+        return int(nodes[0])
 
-    def add_chain(self, parent: int, keys: list[bytes], tokens: TokenIds) -> Nodes:
+    def add_chain(self, parent: int, keys: Sequence[bytes], tokens: TokenIds) -> Nodes:
         """New full blocks, each the child of the one before, the first one of ``parent``.
 
         Args:
@@ -158,47 +149,64 @@ class BlockTree:
         self._parent.view[after] = before
         self._first_child.view[before] = after
         self._num_children.view[before] = 1
-        numbers = nodes.tolist()
-        for node, key in zip(numbers, keys, strict=True):
-            self._keys[node] = key
-            self._index[key] = node
-        self._link(numbers[0], parent)
+        self.index.add(keys, nodes)
+        self._link(int(nodes[0]), parent)
         return nodes
 
-    def add_partial(self, parent: int, key: bytes, tokens: TokenIds) -> int:
-        """A new partial leaf of ``parent`` that holds ``tokens``."""
-        node = int(self._take(1)[0])
+    def add_partial(self, parent: int, key: bytes, tokens: TokenIds) -> Nodes:
+        """A new partial leaf of ``parent`` that holds ``tokens``: an array of one node."""
+        nodes = self._take(1)
+        node = int(nodes[0])
         self._num_tokens.items[node] = len(tokens)
         self._tokens[node, : len(tokens)] = tokens
-        self._keys[node] = key
-        self._index[key] = node
+        self.index.add([key], nodes)
         self._link(node, parent)
-        return node
+        return nodes
 
-    def remove_subtrees(self, nodes: list[int]) -> tuple[Nodes, list[bytes]]:
-        """Remove ``nodes``, all blocks that continue them, and roots that lose their last block.
+    def remove_subtrees(self, nodes: Sequence[int]) -> tuple[Nodes, list[bytes]]:
+        """Remove ``nodes``, all blocks that continue them, and ancestors that are left without pages and children.
 
         Returns:
             The removed blocks (without roots), each after those that continue it, and their keys. Read their pages with
             :meth:`clear_pages` before the next insertion.
         """
         removed: list[int] = []
-        keys: list[bytes] = []
         roots: list[int] = []
         for node in nodes:
-            if self._keys[node] is None:
+            if self._num_tokens.items[node] == _FREE:
                 continue  # went with the subtree of an earlier one
             leaf = self._num_children.items[node] == 0
+            parent = self._parent.items[node]
             for current in (node,) if leaf else self.post_order(node):
-                parent = self._parent.items[current]
-                self._unlink(current, parent)
-                keys.append(self._forget(current))
-                removed.append(current)
-                if self._num_children.items[parent] == 0 and self.is_root(parent):
-                    self._forget(parent)
+                self._take_out(current, removed)
+            while parent != NO_NODE and self._num_children.items[parent] == 0:
+                above = self._parent.items[parent]
+                if self.is_root(parent):
+                    self._num_tokens.items[parent] = _FREE
                     roots.append(parent)
-        self._free.put(np.array(removed + roots, dtype=np.int32))
-        return np.array(removed, dtype=np.int32), keys
+                elif all(column.items[parent] == NO_PAGE for column in self._pages):
+                    self._take_out(parent, removed)
+                else:
+                    break
+                parent = above
+        gone = np.array(removed, dtype=np.int32)
+        keys = self.index.remove(gone)
+        if roots:
+            root_nodes = np.array(roots, dtype=np.int32)
+            self.index.remove(root_nodes)
+            self._free.put(root_nodes)
+        self._free.put(gone)
+        return gone, keys
+
+    def empty_leaves(self, nodes: Sequence[int]) -> list[int]:
+        """Which of ``nodes`` are leaves that offer no page any more."""
+        return [
+            node
+            for node in dict.fromkeys(nodes)
+            if self._num_tokens.items[node] > 0
+            and self._num_children.items[node] == 0
+            and all(column.items[node] == NO_PAGE for column in self._pages)
+        ]
 
     def clear_pages(self, group: int, nodes: Nodes) -> NDArray[np.int32]:
         """Take the pages of ``nodes`` in ``group`` away from them and return them."""
@@ -221,12 +229,24 @@ class BlockTree:
 
     def nodes(self) -> Nodes:
         """Every block, roots left out."""
-        return np.array([node for node in self._index.values() if self._num_tokens.items[node]], dtype=np.int32)
+        return np.flatnonzero(self._num_tokens.view > 0).astype(np.int32)
 
     def lengths(self, nodes: Nodes) -> NDArray[np.int32]:
         """Tokens of each of ``nodes``."""
         lengths: NDArray[np.int32] = self._num_tokens.view[nodes]
         return lengths
+
+    def roots(self) -> list[int]:
+        """The roots of all scopes."""
+        return np.flatnonzero(self._num_tokens.view == 0).tolist()
+
+    def nbytes(self) -> int:
+        """Bytes of all columns and of the index."""
+        columns = (
+            self._parent, self._first_child, self._next, self._previous, self._num_children, self._num_tokens,
+            *self._pages,
+        )  # fmt: skip
+        return sum(column.view.nbytes for column in columns) + self._tokens.nbytes + self.index.nbytes()
 
     def check(self) -> None:
         """Check links, counts and keys.
@@ -234,14 +254,14 @@ class BlockTree:
         Raises:
             CacheIntegrityError: they contradict each other.
         """
-        alive = np.array(list(self._index.values()), dtype=np.int32)
-        if any(self._keys[node] != key for key, node in self._index.items()):
+        alive = np.flatnonzero(self._num_tokens.view != _FREE).astype(np.int32)
+        if len(alive) != len(self.index) or not np.array_equal(self.index.walk(self.index.keys(alive)), alive):
             raise CacheIntegrityError("the index and the blocks name different keys")
         if len(alive) + len(self._free) != self._free.capacity or np.isin(alive, self._free.free).any():
             raise CacheIntegrityError("a tree node is lost, or free and in use")
         blocks = self.nodes()
         parents = self._parent.view[blocks]
-        if any(self._keys[parent] is None for parent in parents.tolist()):
+        if (self._num_tokens.view[parents] == _FREE).any():
             raise CacheIntegrityError("a block continues one that is not in the tree")
         if (self._num_tokens.view[parents] % self.tokens_per_block != 0).any():
             raise CacheIntegrityError("a partial block is continued")
@@ -251,19 +271,16 @@ class BlockTree:
         linked = sorted(child for node in alive.tolist() for child in self.children(node))
         if linked != sorted(blocks.tolist()):
             raise CacheIntegrityError("the lists of children do not hold exactly all blocks")
-        roots = self._num_tokens.view[alive] == 0
-        if (self._num_children.view[alive][roots] == 0).any():
+        leaves = self._num_children.view[alive] == 0
+        if (self._num_tokens.view[alive][leaves] == 0).any():
             raise CacheIntegrityError("a root without blocks was kept")
+        if self.empty_leaves(alive[leaves].tolist()):
+            raise CacheIntegrityError("a leaf without pages was kept")
 
-    def roots(self) -> list[int]:
-        """The roots of all scopes."""
-        return [node for node in self._index.values() if self._num_tokens.items[node] == 0]
-
-    def _forget(self, node: int) -> bytes:
-        key = self.key(node)
-        del self._index[key]
-        self._keys[node] = None
-        return key
+    def _take_out(self, node: int, removed: list[int]) -> None:
+        self._unlink(node, self._parent.items[node])
+        self._num_tokens.items[node] = _FREE
+        removed.append(node)
 
     def _take(self, count: int) -> Nodes:
         """Fresh nodes without parent, children or pages."""
@@ -276,9 +293,9 @@ class BlockTree:
         return nodes
 
     def _grow(self, room: int) -> None:
-        capacity = 2 * self._free.capacity
+        capacity = self._free.capacity
         while capacity - self._free.capacity + len(self._free) < room:
-            capacity *= 2
+            capacity += capacity // 2
         for column in (
             self._parent,
             self._first_child,
@@ -289,7 +306,7 @@ class BlockTree:
             *self._pages,
         ):
             column.grow(capacity)
-        self._keys += [None] * (capacity - len(self._keys))
+        self.index.grow(capacity)
         tokens: TokenIds = np.zeros((capacity, self.tokens_per_block), dtype=np.int32)
         tokens[: len(self._tokens)] = self._tokens
         self._tokens = tokens
