@@ -6,7 +6,15 @@ memory to the CUDA library on the current stream. Calls release the GIL.
 
 from __future__ import annotations
 
-from kvmesh.kernels.layers import add_rms_norm, paged_attention, rms_norm, rope_store_kv, silu_and_mul, store_kv
+from kvmesh.kernels.layers import (
+    add_rms_norm,
+    gelu_tanh_and_mul,
+    paged_attention,
+    rms_norm,
+    rope_store_kv,
+    silu_and_mul,
+    store_kv,
+)
 from kvmesh.kernels.library import KernelError
 from kvmesh.kernels.paged import PagedKv
 from kvmesh.kernels.pages import checksum_pages, copy_pages, gather_pages, scatter_pages
@@ -34,6 +42,7 @@ __all__ = [
     "dequantize",
     "dequantize_rows",
     "gather_pages",
+    "gelu_tanh_and_mul",
     "get_num_threads",
     "paged_attention",
     "philox_uint32",

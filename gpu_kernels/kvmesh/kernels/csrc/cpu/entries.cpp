@@ -42,6 +42,7 @@ constexpr kvmesh_entry kEntries[] = {
     entry<kvmesh_cpu_rms_norm>("rms_norm"),
     entry<kvmesh_cpu_add_rms_norm>("add_rms_norm"),
     entry<kvmesh_cpu_silu_and_mul>("silu_and_mul"),
+    entry<kvmesh_cpu_gelu_tanh_and_mul>("gelu_tanh_and_mul"),
     entry<kvmesh_cpu_store_kv>("store_kv"),
     entry<kvmesh_cpu_rope_store_kv>("rope_store_kv"),
     entry<kvmesh_cpu_paged_attention>("paged_attention"),

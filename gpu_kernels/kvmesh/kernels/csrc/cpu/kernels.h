@@ -7,7 +7,8 @@
 KVM_BEGIN
 
 void rms_norm(const NormArgs& a, int32_t dtype, int64_t begin, int64_t end);
-void silu_and_mul(const SiluArgs& a, int32_t dtype, int64_t begin, int64_t end);
+void silu_and_mul(const GateArgs& a, int32_t dtype, int64_t begin, int64_t end);
+void gelu_tanh_and_mul(const GateArgs& a, int32_t dtype, int64_t begin, int64_t end);
 void rope(const RopeArgs& a, int32_t dtype, int64_t begin, int64_t end);
 void store_kv(const StoreArgs& a, int64_t begin, int64_t end);
 
