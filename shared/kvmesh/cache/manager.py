@@ -70,6 +70,8 @@ class KvCacheManager:
         self._leases: set[PageLease] = set()
         for pool, count in zip(layout.pools, num_pages, strict=True):
             self.pools.append(device.allocate(count * pool.page_bytes))
+        if event_sink is not None:
+            event_sink.on_created(("gpu",), [(num_pages[group.pool],) for group in layout.groups])
 
     @property
     def utilisation(self) -> float:

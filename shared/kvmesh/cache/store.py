@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvmesh.cache.events import EventSink, StoredBlock
+from kvmesh.cache.events import EventSink, StoredBlocks
 from kvmesh.cache.layout import PageLayout
 from kvmesh.cache.pages import DEVICE_LEVEL, Pages, PageTable
 from kvmesh.cache.stats import CacheCounters
@@ -144,7 +144,7 @@ class BlockStore:
         nodes = self.tree.add_chain(parent, keys[known:], tokens)
         self._attach(nodes, [held[known:] for held in pages], self.tokens_per_block)
         self._remove(covered)
-        self._announce(scope, parent_key, keys[known:], list(tokens), pages[0][known:])
+        self._announce(scope, parent_key, keys[known:], tokens, [held[known:] for held in pages])
         return True
 
     def commit_partial(self, scope: ReuseScope, parent_key: bytes, token_ids: TokenIds, pages: list[Pages]) -> bool:
@@ -174,7 +174,7 @@ class BlockStore:
         node = self.tree.add_partial(parent, key, tokens)
         self._attach(np.array([node], dtype=np.int32), pages, len(tokens))
         self._remove(covered)
-        self._announce(scope, parent_key, [key], [tokens], pages[0])
+        self._announce(scope, parent_key, [key], tokens[np.newaxis], pages)
         return True
 
     def clear(self) -> None:
@@ -229,17 +229,16 @@ class BlockStore:
             table.detach(self.tree.clear_pages(group, removed))
         self.counters.removed_blocks += len(keys)
         if self._sink is not None:
-            self._sink.on_removed(keys)
+            for group in range(self.num_groups):
+                self._sink.on_removed(group, keys, DEVICE_LEVEL)
 
     def _announce(
-        self, scope: ReuseScope, parent_key: bytes, keys: list[bytes], tokens: list[TokenIds], pages: Pages
+        self, scope: ReuseScope, parent_key: bytes, keys: list[bytes], token_ids: TokenIds, pages: list[Pages]
     ) -> None:
         self.counters.stored_blocks += len(keys)
         if self._sink is None:
             return
-        priorities = self.group_tables[0].priority[pages].tolist()
-        blocks = [
-            StoredBlock(key, row, DEVICE_LEVEL, priority)
-            for key, row, priority in zip(keys, tokens, priorities, strict=True)
-        ]
-        self._sink.on_stored(scope, None if parent_key == v2_root(scope) else parent_key, blocks)
+        parent = None if parent_key == v2_root(scope) else parent_key
+        for group, (table, held) in enumerate(zip(self.group_tables, pages, strict=True)):
+            priorities = table.priority[held].astype(np.uint8)
+            self._sink.on_stored(group, StoredBlocks(scope, parent, keys, token_ids, DEVICE_LEVEL, priorities))
