@@ -17,7 +17,7 @@ from kvmesh.kernels.layers import (
 )
 from kvmesh.kernels.library import KernelError
 from kvmesh.kernels.paged import PagedKv
-from kvmesh.kernels.pages import checksum_pages, copy_pages, gather_pages, scatter_pages
+from kvmesh.kernels.pages import checksum_pages, copy_pages, copy_pages_checksummed, gather_pages, scatter_pages
 from kvmesh.kernels.program import Program
 from kvmesh.kernels.quantized import (
     QuantizedWeight,
@@ -38,6 +38,7 @@ __all__ = [
     "add_rms_norm",
     "checksum_pages",
     "copy_pages",
+    "copy_pages_checksummed",
     "cpu_level",
     "dequantize",
     "dequantize_rows",

@@ -42,8 +42,7 @@ class PageMemory:
     def copy_from(self, slots: Slots, source: PageMemory, source_slots: Slots) -> NDArray[np.uint64]:
         """Copy pages of ``source`` to ``slots`` and return the XXH3-64 of each as it arrived, uint64 ``[n]``."""
         self.await_readers()
-        ops.copy_pages(self.address, slots, source.address, source_slots, self.page_bytes)
-        return self.checksums(slots)
+        return ops.copy_pages_checksummed(self.address, slots, source.address, source_slots, self.page_bytes)
 
     def being_read(self, fence: Fence | None) -> None:
         """A device reads pages until ``fence``."""

@@ -50,6 +50,7 @@ constexpr kvmesh_entry kEntries[] = {
     entry<kvmesh_cpu_gather_pages>("gather_pages"),
     entry<kvmesh_cpu_scatter_pages>("scatter_pages"),
     entry<kvmesh_cpu_copy_pages>("copy_pages"),
+    entry<kvmesh_cpu_copy_pages_checksummed>("copy_pages_checksummed"),
     entry<kvmesh_cpu_checksum_pages>("checksum_pages"),
     entry<kvmesh_cpu_pack_weight>("pack_weight"),
     entry<kvmesh_cpu_quantized_linear>("quantized_linear"),

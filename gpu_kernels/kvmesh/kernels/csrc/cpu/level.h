@@ -92,6 +92,7 @@ struct LevelTable {
   void (*linear_q4_1)(const LinearArgs&, int64_t panel_begin, int64_t panel_end);
   void (*linear_q8_0)(const LinearArgs&, int64_t panel_begin, int64_t panel_end);
   uint64_t (*checksum)(const uint8_t* data, size_t bytes);  // XXH3-64, seed 0
+  uint64_t (*copy_checksum)(uint8_t* to, const uint8_t* from, size_t bytes, bool stream);  // stream: past the caches
 };
 
 // The level in use: the best one of this CPU, unless choose_level took another.
