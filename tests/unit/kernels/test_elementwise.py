@@ -42,8 +42,8 @@ def test_a_weight_offset_is_added_in_float32():
     narrow = torch.full((1, 64), 1024.0, dtype=torch.bfloat16)
     residual = torch.zeros_like(narrow)
     out = torch.empty_like(narrow)
-    # 1024^2 / (1024^2 + eps) brings the product of rounding apart: 0.998 (1 + 2^-8) rounds to 1.0 and 0.998 to 0.996.
-    ops.add_rms_norm(out, residual, narrow, torch.full((64,), 2.0**-8, dtype=torch.bfloat16), 4096.0, 1.0)
+    # 0.9961 * (1 + 2^-8) rounds to 1, 0.9961 * bfloat16(1 + 2^-8) to 0.9961.
+    ops.add_rms_norm(out, residual, narrow, torch.full((64,), 2.0**-8, dtype=torch.bfloat16), 8192.0, 1.0)
     assert float(out[0, 0]) == 1.0
 
 
