@@ -20,6 +20,7 @@ __all__ = [
     "RequestShape",
     "batch_pages",
     "constraint_batches",
+    "constraint_pages",
     "fit_floors",
     "largest_at_least_one",
     "longest_request",
@@ -109,6 +110,12 @@ def constraint_batches(layout: PageLayout, limits: Limits) -> tuple[Batch, ...]:
     )
 
 
+def constraint_pages(layout: PageLayout, limits: Limits) -> list[int]:
+    """Pages with which every one of :func:`constraint_batches` fits."""
+    counts = [batch_pages(batch, layout) for batch in constraint_batches(layout, limits)]
+    return [max(pool) for pool in zip(*counts, strict=True)]
+
+
 def token_pages(max_tokens: int, layout: PageLayout, limits: Limits) -> list[int]:
     """Pages that ``max_tokens`` cached tokens need, and that still can be resumed.
 
@@ -167,11 +174,7 @@ def longest_request(pages: Sequence[int], layout: PageLayout, limits: Limits) ->
     """Tokens of the longest request that so many pages hold with all else empty, at most ``max_seq_len``; 0: none."""
 
     def fits(limits: Limits) -> bool:
-        return all(
-            needed <= there
-            for batch in constraint_batches(layout, limits)
-            for needed, there in zip(batch_pages(batch, layout), pages, strict=True)
-        )
+        return all(needed <= there for needed, there in zip(constraint_pages(layout, limits), pages, strict=True))
 
     return _longest(fits, limits._replace(max_batch_size=1), layout)
 

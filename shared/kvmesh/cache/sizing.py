@@ -7,9 +7,17 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from kvmesh.cache.demand import Limits, fit_floors, longest_request, minimum_pages, pages_bytes, token_pages
+from kvmesh.cache.demand import (
+    Limits,
+    constraint_pages,
+    fit_floors,
+    longest_request,
+    minimum_pages,
+    pages_bytes,
+    token_pages,
+)
 from kvmesh.cache.layout import PageLayout
-from kvmesh.cache.ratios import Ratio, SizingError, byte_ratio, exact, initial_ratio, pages_for_ratio
+from kvmesh.cache.ratios import InitialRatio, Ratio, SizingError, byte_ratio, exact, initial_ratio, pages_for_ratio
 from kvmesh.config import KvCacheConfig
 
 __all__ = [
@@ -33,9 +41,11 @@ class LevelPlan(NamedTuple):
     level_bytes: tuple[int, ...]
     """What each level may take; its pages take no more."""
     floors: tuple[tuple[int, ...], ...]
-    """Least pages by level and pool; moving memory between pools keeps them, too."""
+    """Least pages by level and pool; moving memory between pools keeps them, so that the longest request still fits."""
     ratio: tuple[float, ...]
     """Shares of the device's bytes by pool that were asked for, before floors and whole pages."""
+    longest_request_tokens: int
+    """The longest request that the device level can serve, at most ``max_seq_len``."""
     notes: tuple[str, ...]
     """Warnings for the log."""
 
@@ -84,8 +94,11 @@ def plan_levels(
     limits = Limits(max_seq_len, max_batch_size, max_num_tokens, max_util)
     initial = initial_ratio(config, layout, limits)
     notes = [] if initial.note is None else [initial.note]
-    quota, device_pages, device_floors = _device_level(config, layout, limits, initial.ratio, free_device_bytes)
-    notes += _room_notes(device_pages, layout, limits, quota)
+    quota, device_pages, device_floors = _device_level(config, layout, limits, initial, free_device_bytes)
+    longest = longest_request(device_pages, layout, limits)
+    alone = constraint_pages(layout, limits._replace(max_seq_len=longest, max_batch_size=1))
+    device_floors = [max(counts) for counts in zip(device_floors, alone, strict=True)]
+    notes += _room_notes(device_pages, layout, limits, quota, longest)
     tiers, levels, level_bytes, floors = ["gpu"], [device_pages], [quota], [device_floors]
 
     automatic = auto_host_bytes(
@@ -116,6 +129,7 @@ def plan_levels(
         level_bytes=tuple(level_bytes),
         floors=tuple(tuple(pages) for pages in floors),
         ratio=tuple(float(share) for share in initial.ratio),
+        longest_request_tokens=longest,
         notes=tuple(notes),
     )
 
@@ -206,7 +220,7 @@ def plan_pages(config: KvCacheConfig, layout: PageLayout, *, free_bytes: int) ->
 
 
 def _device_level(
-    config: KvCacheConfig, layout: PageLayout, limits: Limits, ratio: Ratio, free_bytes: int
+    config: KvCacheConfig, layout: PageLayout, limits: Limits, initial: InitialRatio, free_bytes: int
 ) -> tuple[int, list[int], list[int]]:
     """Quota in bytes, pages and least pages of the device level."""
     least = minimum_pages(layout)
@@ -215,7 +229,7 @@ def _device_level(
     quota = device_quota_bytes(
         fraction_bytes=None if fraction is None else int(free_bytes * exact(fraction)),
         max_bytes=config.max_gpu_total_bytes or None,
-        token_bytes=None if tokens is None else _bytes_at_ratio(tokens, ratio, layout),
+        token_bytes=None if tokens is None else _bytes_at_ratio(tokens, initial.ratio, layout),
     )
     # A limit may be larger than the machine.
     quota = min(quota, free_bytes)
@@ -225,8 +239,10 @@ def _device_level(
             f"tokens ({needed} bytes); give the server more device memory or a larger limit"
         )
     base = tokens if tokens is not None and pages_bytes(tokens, layout) <= quota else least
-    floors, _ = fit_floors(layout, quota, limits, base)
-    return quota, pages_for_ratio(ratio, quota, layout, floors), floors
+    floors, fitted = fit_floors(layout, quota, limits, base)
+    if initial.source == "pool_ratio" and fitted != limits:
+        floors = least  # Constraints that cannot hold anyway do not outweigh what was asked for.
+    return quota, pages_for_ratio(initial.ratio, quota, layout, floors), floors
 
 
 def _bytes_at_ratio(pages: Sequence[int], ratio: Ratio, layout: PageLayout) -> int:
@@ -237,10 +253,9 @@ def _bytes_at_ratio(pages: Sequence[int], ratio: Ratio, layout: PageLayout) -> i
     )
 
 
-def _room_notes(pages: Sequence[int], layout: PageLayout, limits: Limits, quota: int) -> list[str]:
+def _room_notes(pages: Sequence[int], layout: PageLayout, limits: Limits, quota: int, longest: int) -> list[str]:
     """Warnings about requests that do not fit, which are refused or have to wait."""
     notes = []
-    longest = longest_request(pages, layout, limits)
     if longest < limits.max_seq_len:
         notes.append(
             f"a KV cache of {quota} bytes holds one request of at most {longest} tokens; max_seq_len is "

@@ -129,8 +129,7 @@ class TestDeviceLevel:
         got = plan(layout, max_tokens=max_tokens, max_batch_size=batch, max_util_for_resume=util, **choice)
         (full, _), *_ = got.num_pages
         assert layout.num_blocks(max_tokens) <= full * Fraction(str(util))
-        one = Limits(min(max_tokens, 4096), 1, 512, Fraction(1))
-        assert longest_request(got.num_pages[0], layout, one) == one.max_seq_len
+        assert got.longest_request_tokens >= min(max_tokens, 4096)
 
     def test_pool_ratio(self) -> None:
         """§2.2: ratios (.75, .25) of 1000 B with 10 B and 5 B slots -> 75 and 50 slots; cold tiers keep 75:50."""
@@ -138,7 +137,6 @@ class TestDeviceLevel:
             layout_of(FULL, NARROW),
             1000,
             pool_ratio=[0.75, 0.25],
-            max_seq_len=64,
             host_cache_size=2000,
             disk_cache_size=500,
             disk_cache_path="/",
@@ -147,7 +145,14 @@ class TestDeviceLevel:
         assert got.num_pages == ((75, 50), (150, 100), (37, 25))
         assert got.level_bytes == (1000, 2000, 500)
         assert got.ratio == (0.75, 0.25)
-        assert got.notes == ()
+
+    def test_pool_ratio_where_the_constraints_do_not_fit(self) -> None:
+        """It is kept, and the pools keep what the longest request then needs: 50 blocks, all in the window's chunk."""
+        got = plan(layout_of(FULL, NARROW), 1000, pool_ratio=[0.75, 0.25])
+        assert got.num_pages == ((75, 50),)
+        assert got.longest_request_tokens == 200
+        assert got.floors == ((50, 50),)
+        assert "one request of at most 200 tokens; max_seq_len is 4096" in got.notes[0]
 
     def test_floors_outweigh_pool_ratio(self) -> None:
         """§2 pool_ratio: constraints stay as floors."""
@@ -167,7 +172,8 @@ class TestDeviceLevel:
         got = plan(layout_of(FULL, NARROW), 3000)
         assert pages_bytes(got.num_pages[0], layout_of(FULL, NARROW)) <= 3000
         assert got.num_pages[0][1] >= 8
-        longest = longest_request(got.num_pages[0], layout_of(FULL, NARROW), Limits(4096, 8, 512, Fraction(1)))
+        longest = got.longest_request_tokens
+        assert longest == longest_request(got.floors[0], layout_of(FULL, NARROW), Limits(4096, 8, 512, Fraction(1)))
         (note,) = got.notes
         assert f"of 3000 bytes holds one request of at most {longest} tokens; max_seq_len is 4096" in note
         assert 600 < longest < 1000
@@ -211,6 +217,8 @@ class TestDeviceLevel:
             assert layout.bytes_per_block > min(free, free if host in (None, 0) else host)
             return
         assert got.level_bytes[0] == free
+        limits = Limits(4096, 8, 512, Fraction(1))
+        assert longest_request(got.floors[0], layout, limits) == got.longest_request_tokens
         for pages, size, floors in zip(got.num_pages, got.level_bytes, got.floors, strict=True):
             assert pages_bytes(pages, layout) <= size
             assert all(count >= floor for count, floor in zip(pages, floors, strict=True))
