@@ -15,25 +15,35 @@ from kvmesh.kernels.checks import GROUPED, call_cuda, compute_dtype, require, to
 from kvmesh.kernels.library import check, load_cpu
 from kvmesh.kernels.paged import PagedKv, native_kv
 
-__all__ = ["add_rms_norm", "paged_attention", "rms_norm", "rope_store_kv", "silu_and_mul", "store_kv"]
+__all__ = [
+    "add_rms_norm",
+    "gelu_tanh_and_mul",
+    "paged_attention",
+    "rms_norm",
+    "rope_store_kv",
+    "silu_and_mul",
+    "store_kv",
+]
 
 _cpu = load_cpu()
 _rms_norm = _cpu.kernel("rms_norm")
 _add_rms_norm = _cpu.kernel("add_rms_norm")
 _silu_and_mul = _cpu.kernel("silu_and_mul")
+_gelu_tanh_and_mul = _cpu.kernel("gelu_tanh_and_mul")
 _store_kv = _cpu.kernel("store_kv")
 _rope_store_kv = _cpu.kernel("rope_store_kv")
 _paged_attention = _cpu.kernel("paged_attention")
 
 
-def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
-    """Write `x / rms(x) * weight` to `out`, the mean square taken in float32 over the last dimension.
+def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> None:
+    """Write `x / rms(x) * (weight_offset + weight)` to `out`, the mean square taken in float32 over the last dimension.
 
     Args:
         out: `[T, width]` or `[T, groups, width]`; may be `x` itself.
         x: Of the same shape and dtype (float32, float16, bfloat16).
         weight: `[width]`, same dtype.
         eps: Added to the mean square.
+        weight_offset: Added to every weight, in float32: 1 for models that store the difference from 1.
 
     Raises:
         KernelError: A tensor has another dtype or shape, or is not contiguous inside a token.
@@ -50,6 +60,7 @@ def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
         shape[1] if len(shape) == GROUPED else 1,
         shape[-1],
         eps,
+        weight_offset,
         compute_dtype(x, out, weight),
     )
     if x.is_cuda:
@@ -58,8 +69,10 @@ def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
         check(status, "rms_norm")
 
 
-def add_rms_norm(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
-    """Add `x` to `residual` in place, then write the normalised sum times `weight` to `out`.
+def add_rms_norm(
+    out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
+) -> None:
+    """Add `x` to `residual` in place, then write the normalised sum times `weight_offset + weight` to `out`.
 
     Args:
         out: `[T, width]`; may be `x`.
@@ -67,6 +80,7 @@ def add_rms_norm(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: 
         x: `[T, width]`.
         weight: `[width]`. All four share one dtype (float32, float16, bfloat16).
         eps: Added to the mean square.
+        weight_offset: Added to every weight, in float32: 1 for models that store the difference from 1.
 
     Raises:
         KernelError: A tensor has another dtype or shape, or is not contiguous inside a token.
@@ -88,6 +102,7 @@ def add_rms_norm(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: 
         shape[0],
         shape[1],
         eps,
+        weight_offset,
         compute_dtype(x, out, residual, weight),
     )
     if x.is_cuda:
@@ -121,6 +136,33 @@ def silu_and_mul(out: Tensor, gate_up: Tensor) -> None:
         call_cuda("silu_and_mul", out, arguments)
     elif status := _silu_and_mul(*arguments):
         check(status, "silu_and_mul")
+
+
+def gelu_tanh_and_mul(out: Tensor, gate_up: Tensor) -> None:
+    """Write `gelu(gate) * up` to `out` (GELU by its tanh approximation); gate and up are the halves of each row.
+
+    Args:
+        out: `[T, F]`.
+        gate_up: `[T, 2F]`, same dtype (float32, float16, bfloat16).
+
+    Raises:
+        KernelError: A tensor has another dtype or shape, or is not contiguous inside a token.
+    """
+    tokens, width = out.shape
+    require(gate_up.shape == (tokens, 2 * width), "gelu_tanh_and_mul", "gate_up must be [T, 2F] where out is [T, F]")
+    arguments = (
+        out.data_ptr(),
+        token_stride(out),
+        gate_up.data_ptr(),
+        token_stride(gate_up),
+        tokens,
+        width,
+        compute_dtype(gate_up, out),
+    )
+    if out.is_cuda:
+        call_cuda("gelu_tanh_and_mul", out, arguments)
+    elif status := _gelu_tanh_and_mul(*arguments):
+        check(status, "gelu_tanh_and_mul")
 
 
 def store_kv(k: Tensor, v: Tensor, kv: PagedKv, slot_mapping: Tensor) -> None:

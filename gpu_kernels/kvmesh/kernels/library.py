@@ -23,7 +23,7 @@ __all__ = [
     "load_cuda",
 ]
 
-ABI_VERSION: Final = 1
+ABI_VERSION: Final = 2
 CPU_LIBRARY: Final = Path(__file__).with_name("libkvmesh_cpu.so")
 CUDA_LIBRARY: Final = Path(__file__).with_name("libkvmesh_cuda.so")
 
@@ -34,9 +34,10 @@ _P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c
 
 # Argument types of the CUDA operations, in front of the stream. (The CPU library describes its own.)
 _CUDA_ARGUMENTS: Final = {
-    "rms_norm": (_P, _I64, _P, _I64, _P, _I64, _I64, _I64, _F32, _I32),
-    "add_rms_norm": (_P, _I64, _P, _I64, _P, _I64, _P, _I64, _I64, _F32, _I32),
+    "rms_norm": (_P, _I64, _P, _I64, _P, _I64, _I64, _I64, _F32, _F32, _I32),
+    "add_rms_norm": (_P, _I64, _P, _I64, _P, _I64, _P, _I64, _I64, _F32, _F32, _I32),
     "silu_and_mul": (_P, _I64, _P, _I64, _I64, _I64, _I32),
+    "gelu_tanh_and_mul": (_P, _I64, _P, _I64, _I64, _I64, _I32),
     "store_kv": (_P, _I64, _P, _I64, _I32, _P, _P, _I64),
     "rope_store_kv": (_P, _I64, _P, _I64, _P, _I64, _I32, _P, _P, _P, _P, _P, _I64, _I32, _I32),
     "paged_attention": (_P, _I64, _P, _I64, _I32, _P, _P, _I64, _P, _P, _I64, _I32, _I32, _F32, _I32, _F32),

@@ -6,10 +6,18 @@ memory to the CUDA library on the current stream. Calls release the GIL.
 
 from __future__ import annotations
 
-from kvmesh.kernels.layers import add_rms_norm, paged_attention, rms_norm, rope_store_kv, silu_and_mul, store_kv
+from kvmesh.kernels.layers import (
+    add_rms_norm,
+    gelu_tanh_and_mul,
+    paged_attention,
+    rms_norm,
+    rope_store_kv,
+    silu_and_mul,
+    store_kv,
+)
 from kvmesh.kernels.library import KernelError
 from kvmesh.kernels.paged import PagedKv
-from kvmesh.kernels.pages import checksum_pages, copy_pages, gather_pages, scatter_pages
+from kvmesh.kernels.pages import checksum_pages, copy_pages, copy_pages_checksummed, gather_pages, scatter_pages
 from kvmesh.kernels.program import Program
 from kvmesh.kernels.quantized import (
     QuantizedWeight,
@@ -30,10 +38,12 @@ __all__ = [
     "add_rms_norm",
     "checksum_pages",
     "copy_pages",
+    "copy_pages_checksummed",
     "cpu_level",
     "dequantize",
     "dequantize_rows",
     "gather_pages",
+    "gelu_tanh_and_mul",
     "get_num_threads",
     "paged_attention",
     "philox_uint32",

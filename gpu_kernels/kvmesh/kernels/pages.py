@@ -10,7 +10,7 @@ from torch import Tensor
 from kvmesh.kernels.checks import call_cuda, require
 from kvmesh.kernels.library import KernelError, check, load_cpu
 
-__all__ = ["PageIds", "checksum_pages", "copy_pages", "gather_pages", "scatter_pages"]
+__all__ = ["PageIds", "checksum_pages", "copy_pages", "copy_pages_checksummed", "gather_pages", "scatter_pages"]
 
 PageIds = npt.NDArray[np.int32] | Tensor
 """A numpy array where the pages are in host memory, a CUDA tensor (int32) where they are in GPU memory."""
@@ -19,6 +19,7 @@ _cpu = load_cpu()
 _gather_pages = _cpu.kernel("gather_pages")
 _scatter_pages = _cpu.kernel("scatter_pages")
 _copy_pages = _cpu.kernel("copy_pages")
+_copy_pages_checksummed = _cpu.kernel("copy_pages_checksummed")
 _checksum_pages = _cpu.kernel("checksum_pages")
 
 
@@ -89,6 +90,40 @@ def copy_pages(dst_base: int, dst_ids: PageIds, src_base: int, src_ids: PageIds,
         call_cuda("copy_pages", src_ids, arguments)
     else:
         check(_copy_pages(*arguments), "copy_pages")
+
+
+def copy_pages_checksummed(
+    dst_base: int,
+    dst_ids: npt.NDArray[np.int32],
+    src_base: int,
+    src_ids: npt.NDArray[np.int32],
+    page_bytes: int,
+) -> npt.NDArray[np.uint64]:
+    """Copy pages as `copy_pages` does, in host memory, and return XXH3-64 (seed 0) of each copy.
+
+    Every byte is read once: the checksum is that of what was written, even if the source changes meanwhile. Large
+    copies of pages of whole 64-byte lines pass the caches by.
+
+    Args:
+        dst_base: Address of page 0 of the destination pool.
+        dst_ids: int32 `[n]`, contiguous.
+        src_base: Address of page 0 of the source pool.
+        src_ids: int32 `[n]`, contiguous.
+        page_bytes: Bytes of a page, in both pools.
+
+    Returns:
+        uint64 `[n]`.
+
+    Raises:
+        KernelError: The id arrays differ in length or are not contiguous int32 arrays.
+    """
+    require(len(dst_ids) == len(src_ids), "copy_pages_checksummed", "dst_ids and src_ids differ in length")
+    sums = np.empty(len(src_ids), dtype=np.uint64)
+    status = _copy_pages_checksummed(
+        sums.ctypes.data, dst_base, _ids(dst_ids), src_base, _ids(src_ids), len(src_ids), page_bytes
+    )
+    check(status, "copy_pages_checksummed")
+    return sums
 
 
 def checksum_pages(

@@ -5,8 +5,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 
+import msgspec
+
 from kvmesh.protocol.disagg import DisaggregatedParams
 from kvmesh.protocol.errors import ApiError, bad_request
+from kvmesh.protocol.openai.cache import ConversationParams, conversation_id_of
 from kvmesh.protocol.openai.requests import ApiKind, ChatCompletionRequest, CompletionRequest, decode_request
 from kvmesh.protocol.openai.sampling import DEFAULT_COMPLETION_MAX_TOKENS, requested_max_tokens, resolve_max_tokens
 from kvmesh.protocol.openai.validate import request_type_of, validate_request
@@ -17,7 +20,7 @@ Request = CompletionRequest | ChatCompletionRequest
 
 
 def take_in(kind: ApiKind, body: bytes, *, model: str, vocab_size: int) -> Request:
-    """Decode and check a body.
+    """Decode and check a body. A conversation that it names stands in ``conversation_params`` afterwards, stripped.
 
     Raises:
         ApiError: 400 naming the field at fault; 404 for another model.
@@ -32,7 +35,9 @@ def take_in(kind: ApiKind, body: bytes, *, model: str, vocab_size: int) -> Reque
             param="model",
         )
     _refuse_internal(request)
-    return request
+    named = conversation_id_of(request.conversation_params, request.disaggregated_params)
+    conversation = None if named is None else ConversationParams(conversation_id=named)
+    return msgspec.structs.replace(request, conversation_params=conversation, disaggregated_params=None)
 
 
 def max_tokens_of(request: Request, prompt_tokens: int, max_seq_len: int) -> int | None:
@@ -50,10 +55,12 @@ def max_tokens_of(request: Request, prompt_tokens: int, max_seq_len: int) -> int
 
 
 def conversation_of(request: Request) -> str | None:
-    """The conversation that a request says it belongs to."""
-    params = request.disaggregated_params
-    named = params.conversation_id if params is not None else None
-    return (named or request.prompt_cache_key or "").strip() or None
+    """The conversation that a request of :func:`take_in` is routed by: the one it names, or its ``prompt_cache_key``.
+
+    A cache key only brings similar prompts together, many at a time: servers are told of named conversations alone.
+    """
+    named = request.conversation_params.conversation_id if request.conversation_params is not None else None
+    return named or (request.prompt_cache_key or "").strip() or None
 
 
 def passed_on(headers: Mapping[str, str]) -> dict[str, str]:

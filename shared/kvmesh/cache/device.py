@@ -1,39 +1,52 @@
 """Where pages live: the seam between the cache and the memory of a CPU or a GPU.
 
-A device allocates page pools and copies pages inside and between them. The CPU device is a stated byte budget backed by
-``memfd_create``: anonymous memory that a peer on the same host can map through the file descriptor, and that vanishes
-with its last user, however that user ends.
+A device allocates page pools and copies pages inside and between them, and between them and host memory. The CPU device
+is a stated byte budget backed by ``memfd_create``: anonymous memory that a peer on the same host can map through the
+file descriptor, and that vanishes with its last user, however that user ends.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvmesh.kernels import ops
+
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CpuDevice", "CudaDevice", "Device", "DeviceBuffer", "DeviceMemoryError"]
+__all__ = ["CpuDevice", "Device", "DeviceBuffer", "DeviceMemoryError", "Fence"]
 
 
 class DeviceMemoryError(MemoryError):
     """The device cannot provide the bytes asked for; the message carries both numbers."""
 
 
+class Fence(Protocol):
+    """A moment in the order of a device's work."""
+
+    def synchronize(self) -> None:
+        """Return once everything that was enqueued before the fence has finished."""
+        ...
+
+
 class DeviceBuffer:
     """One allocation: ``address`` and ``nbytes``, valid until :meth:`Device.free`.
 
     Attributes:
-        fd: a file descriptor that maps the same memory (CPU), or None. It belongs to the buffer.
+        nbytes: its present size; :meth:`Device.resize` changes it, and never the address.
+        reserve_bytes: how large it may grow.
+        fd: a file descriptor that maps the same memory (CPU), the reserve included, or None. It belongs to the buffer.
     """
 
-    def __init__(self, address: int, nbytes: int, *, fd: int | None, owner: object) -> None:
+    def __init__(self, address: int, nbytes: int, *, fd: int | None, owner: object, reserve_bytes: int = 0) -> None:
         self.address = address
         self.nbytes = nbytes
+        self.reserve_bytes = max(nbytes, reserve_bytes)
         self.fd = fd
         self._owner: object | None = owner
 
@@ -46,7 +59,8 @@ class DeviceBuffer:
         """
         if not isinstance(self._owner, np.ndarray):
             raise TypeError("only a live host buffer has a numpy view")
-        return self._owner
+        view: NDArray[np.uint8] = self._owner[: self.nbytes]
+        return view
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -58,7 +72,7 @@ class DeviceBuffer:
         import torch
 
         if isinstance(self._owner, np.ndarray):
-            return torch.from_numpy(self._owner)
+            return torch.from_numpy(self._owner[: self.nbytes])
         if isinstance(self._owner, torch.Tensor):
             return self._owner
         raise TypeError("the buffer was freed")
@@ -74,6 +88,9 @@ class DeviceBuffer:
 class Device(Protocol):
     """Memory with a budget. One thread uses a device at a time."""
 
+    is_host_memory: ClassVar[bool]
+    """Whether its buffers are ordinary memory of this process: their ``array`` works, and nothing is asynchronous."""
+
     @property
     def name(self) -> str:
         """Name as torch spells it: ``cpu``, ``cuda:0``."""
@@ -84,11 +101,23 @@ class Device(Protocol):
         """Bytes that can still be allocated."""
         ...
 
-    def allocate(self, nbytes: int) -> DeviceBuffer:
+    def allocate(self, nbytes: int, reserve_bytes: int | None = None) -> DeviceBuffer:
         """A new buffer, zeroed, at least 64-byte aligned.
 
+        Args:
+            nbytes: its size.
+            reserve_bytes: how large :meth:`resize` may make it; only addresses are taken for what exceeds ``nbytes``.
+
         Raises:
-            DeviceMemoryError: there is not enough memory.
+            DeviceMemoryError: there is not enough memory, or the device cannot reserve addresses.
+        """
+        ...
+
+    def resize(self, buffer: DeviceBuffer, nbytes: int) -> None:
+        """Make ``buffer`` larger (the new bytes are zero) or smaller (their memory goes back); its address stays.
+
+        Raises:
+            DeviceMemoryError: there is not enough memory, or more than the reserve is asked for.
         """
         ...
 
@@ -110,6 +139,55 @@ class Device(Protocol):
         """
         ...
 
+    def register_host(self, memory: NDArray[np.uint8]) -> None:
+        """Make host memory fit for :meth:`upload` and :meth:`download`: page-locked where that matters.
+
+        Raises:
+            DeviceMemoryError: the system does not let so much memory be locked.
+        """
+        ...
+
+    def unregister_host(self, memory: NDArray[np.uint8]) -> None:
+        """Undo :meth:`register_host`, before the memory is freed."""
+        ...
+
+    def download(
+        self,
+        dst: NDArray[np.uint8],
+        dst_rows: NDArray[np.int32],
+        src: DeviceBuffer,
+        src_slots: NDArray[np.int32],
+        page_bytes: int,
+    ) -> Fence | None:
+        """Copy pages to registered host memory, in order with the kernels that wrote them before.
+
+        Args:
+            dst: host memory, row ``i`` at ``i * page_bytes``.
+            dst_rows: rows that take the pages.
+            src: pages of the device.
+            src_slots: pages to copy.
+            page_bytes: bytes of a page and of a row.
+
+        Returns:
+            What to wait for before the rows are read; None when they are there already.
+        """
+        ...
+
+    def upload(
+        self,
+        dst: DeviceBuffer,
+        dst_slots: NDArray[np.int32],
+        src: NDArray[np.uint8],
+        src_rows: NDArray[np.int32],
+        page_bytes: int,
+    ) -> Fence | None:
+        """Copy pages from registered host memory, in order with the kernels that read them later.
+
+        Returns:
+            What to wait for before the rows are written again; None when they have been read already.
+        """
+        ...
+
 
 class CpuDevice:
     """Host memory up to a stated budget.
@@ -119,6 +197,7 @@ class CpuDevice:
     """
 
     name = "cpu"
+    is_host_memory: ClassVar[bool] = True
 
     def __init__(self, budget_bytes: int) -> None:
         if budget_bytes < 0:
@@ -130,8 +209,8 @@ class CpuDevice:
         """Bytes that can still be allocated."""
         return self._free_bytes
 
-    def allocate(self, nbytes: int) -> DeviceBuffer:
-        """A zeroed buffer backed by an anonymous file.
+    def allocate(self, nbytes: int, reserve_bytes: int | None = None) -> DeviceBuffer:
+        """A zeroed buffer backed by an anonymous file; the reserve is a sparse end of the file.
 
         Raises:
             DeviceMemoryError: the budget is too small.
@@ -139,16 +218,34 @@ class CpuDevice:
         """
         if not 0 < nbytes <= self._free_bytes:
             raise DeviceMemoryError(f"cannot allocate {nbytes} bytes: the cpu device has {self._free_bytes} bytes left")
+        reserve = max(nbytes, reserve_bytes or 0)
         fd = os.memfd_create("kvmesh-kv-cache", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(fd, nbytes)
-            mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            os.ftruncate(fd, reserve)
+            mapping = mmap.mmap(fd, reserve, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         except OSError:
             os.close(fd)
             raise
         array = np.frombuffer(mapping, dtype=np.uint8)
         self._free_bytes -= nbytes
-        return DeviceBuffer(array.ctypes.data, nbytes, fd=fd, owner=array)
+        return DeviceBuffer(array.ctypes.data, nbytes, fd=fd, owner=array, reserve_bytes=reserve)
+
+    def resize(self, buffer: DeviceBuffer, nbytes: int) -> None:
+        """See :meth:`Device.resize`; a hole in the file gives memory back.
+
+        Raises:
+            DeviceMemoryError: the budget or the reserve is too small.
+        """
+        if not 0 < nbytes <= buffer.reserve_bytes:
+            raise DeviceMemoryError(f"cannot resize to {nbytes} bytes: {buffer.reserve_bytes} bytes are reserved")
+        if nbytes - buffer.nbytes > self._free_bytes:
+            raise DeviceMemoryError(
+                f"cannot grow by {nbytes - buffer.nbytes} bytes: the cpu device has {self._free_bytes} bytes left"
+            )
+        if nbytes < buffer.nbytes:
+            _release(buffer, nbytes)
+        self._free_bytes -= nbytes - buffer.nbytes
+        buffer.nbytes = nbytes
 
     def free(self, buffer: DeviceBuffer) -> None:
         """Give ``buffer`` back; the mapping goes with the last view of it."""
@@ -163,65 +260,42 @@ class CpuDevice:
         src_slots: NDArray[np.int32],
         page_bytes: int,
     ) -> None:
-        """Copy whole pages; a slice copy per page is a plain memcpy, several times faster than fancy indexing."""
-        source = src.array.reshape(-1, page_bytes)
-        target = dst.array.reshape(-1, page_bytes)
-        for to, frm in zip(dst_slots.tolist(), src_slots.tolist(), strict=True):
-            target[to] = source[frm]
+        """See :meth:`Device.copy_pages`."""
+        ops.copy_pages(dst.address, dst_slots, src.address, src_slots, page_bytes)
 
+    def register_host(self, memory: NDArray[np.uint8]) -> None:
+        """Any memory will do."""
 
-class CudaDevice:
-    """Memory of one CUDA GPU, allocated through torch so that both share one context and one allocator.
+    def unregister_host(self, memory: NDArray[np.uint8]) -> None:
+        """See :meth:`register_host`."""
 
-    Args:
-        index: the GPU's index.
-    """
-
-    def __init__(self, index: int = 0) -> None:
-        import torch
-
-        self._torch_device = torch.device("cuda", index)
-        self.name = f"cuda:{index}"
-
-    @property
-    def free_bytes(self) -> int:
-        """Free bytes as the driver reports them."""
-        import torch
-
-        free, _total = torch.cuda.mem_get_info(self._torch_device)
-        return int(free)
-
-    def allocate(self, nbytes: int) -> DeviceBuffer:
-        """A zeroed buffer.
-
-        Raises:
-            DeviceMemoryError: the GPU has not enough free memory.
-        """
-        import torch
-
-        try:
-            tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self._torch_device)
-        except torch.cuda.OutOfMemoryError as error:
-            raise DeviceMemoryError(f"cannot allocate {nbytes} bytes: {error}") from error
-        return DeviceBuffer(tensor.data_ptr(), nbytes, fd=None, owner=tensor)
-
-    def free(self, buffer: DeviceBuffer) -> None:
-        """Give ``buffer`` back to torch's allocator."""
-        buffer.drop()
-
-    def copy_pages(
+    def download(
         self,
-        dst: DeviceBuffer,
-        dst_slots: NDArray[np.int32],
+        dst: NDArray[np.uint8],
+        dst_rows: NDArray[np.int32],
         src: DeviceBuffer,
         src_slots: NDArray[np.int32],
         page_bytes: int,
     ) -> None:
-        """Copy whole pages on the current stream."""
-        import torch
+        """See :meth:`Device.download`."""
+        ops.copy_pages(dst.ctypes.data, dst_rows, src.address, src_slots, page_bytes)
 
-        source = src.tensor.view(-1, page_bytes)
-        target = dst.tensor.view(-1, page_bytes)
-        to = torch.from_numpy(dst_slots.astype(np.int64)).to(self._torch_device)
-        frm = torch.from_numpy(src_slots.astype(np.int64)).to(self._torch_device)
-        target[to] = source[frm]
+    def upload(
+        self,
+        dst: DeviceBuffer,
+        dst_slots: NDArray[np.int32],
+        src: NDArray[np.uint8],
+        src_rows: NDArray[np.int32],
+        page_bytes: int,
+    ) -> None:
+        """See :meth:`Device.upload`."""
+        ops.copy_pages(dst.address, dst_slots, src.ctypes.data, src_rows, page_bytes)
+
+
+def _release(buffer: DeviceBuffer, nbytes: int) -> None:
+    """Give back the memory of the bytes from ``nbytes`` on: whole pages of the system go, the rest is zeroed."""
+    hole = min(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, buffer.nbytes)
+    buffer.array[nbytes:hole] = 0
+    if hole < buffer.nbytes and buffer.fd is not None:
+        with mmap.mmap(buffer.fd, buffer.nbytes - hole, offset=hole) as tail:
+            tail.madvise(mmap.MADV_REMOVE)

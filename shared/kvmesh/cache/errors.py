@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CacheBusyError", "CacheError", "CacheIntegrityError", "CacheStateError"]
+__all__ = ["CacheBusyError", "CacheError", "CacheIntegrityError", "CacheStateError", "TierFailedError"]
 
 
 class CacheError(Exception):
@@ -22,12 +22,14 @@ class CacheIntegrityError(CacheError):
 
 
 class TierFailedError(CacheError):
-    """A cold tier cannot take pages any more (a full disk, an I/O error).
+    """A tier cannot take pages (disk full, I/O error). What it holds can still be read.
 
     Attributes:
-        level: of the tier.
+        level: its number, 0 being the device.
+        reason: what the system said, and about which file.
     """
 
     def __init__(self, level: int, reason: str) -> None:
-        super().__init__(reason)
+        super().__init__(f"level {level} of the cache takes no more pages: {reason}")
         self.level = level
+        self.reason = reason

@@ -7,7 +7,8 @@ import os
 import torch
 import zmq
 
-from kvmesh.cache.device import CpuDevice, CudaDevice, Device, DeviceMemoryError
+from kvmesh.cache.cuda_device import CudaDevice
+from kvmesh.cache.device import CpuDevice, Device, DeviceMemoryError
 from kvmesh.cache.layout import LayoutError, PageLayout
 from kvmesh.cache.manager import KvCacheManager
 from kvmesh.cache.settings import CacheSettings
@@ -29,6 +30,7 @@ from kvmesh.engine.transfers import TransferDesk
 from kvmesh.engine.waiting import LoopWaiter
 from kvmesh.events.endpoints import EndpointError
 from kvmesh.events.factory import EventSource, create_event_source
+from kvmesh.events.target import NoTargetGroupError
 from kvmesh.kernels import ops
 from kvmesh.models.base import CausalLM, KvPools
 from kvmesh.models.checkpoint import fingerprint
@@ -51,6 +53,7 @@ _START_ERRORS = (
     EndpointError,
     LayoutError,
     ModelError,
+    NoTargetGroupError,
     OSError,
     PlaneError,
     TransceiverConfigError,
@@ -139,9 +142,7 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
         else CpuDevice(settings.device_memory_bytes or DEFAULT_CPU_MEMORY_BYTES)
     )
     layout = PageLayout.build(model.cache_requirements(), settings.kv_cache_config.tokens_per_block)
-    events = create_event_source(
-        settings, layout.tokens_per_block, model_name=settings.served_model_name or source.name
-    )
+    events = create_event_source(settings, layout, model_name=settings.served_model_name or source.name)
     manager = KvCacheManager(
         layout,
         plan_pages(settings.kv_cache_config, layout, free_bytes=memory.free_bytes),

@@ -102,6 +102,8 @@ class Intake:
             deadline_s=None if request.deadline_s is None else self._clock.monotonic_s() + request.deadline_s,
             transfer_id=request.transfer_id,
             handoff=handoff,
+            retention=request.retention,
+            conversation_id=request.conversation_id,
             timings=RequestTimings(arrived_ns=self._clock.unix_ns()),
         )
 

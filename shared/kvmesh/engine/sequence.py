@@ -10,6 +10,7 @@ from kvmesh.engine.sampler_state import SamplerState
 from kvmesh.engine.tokens import TokenHistory
 from kvmesh.protocol.disagg import HandOff
 from kvmesh.protocol.engine import RequestKind, RequestTimings
+from kvmesh.protocol.retention import RetentionConfig
 from kvmesh.protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -51,6 +52,10 @@ class Sequence:
     transfer_id: int = 0
     handoff: HandOff | None = None
     """Generation kind: how to get the prompt's pages; None once they are here (or were lost to a preemption)."""
+    retention: RetentionConfig | None = None
+    """Priorities of its blocks."""
+    conversation_id: str | None = None
+    """The conversation of which it is a turn."""
     phase: Phase = Phase.WAITING
     cache: KvCache | None = None
     num_computed: int = 0

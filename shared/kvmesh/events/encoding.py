@@ -6,20 +6,63 @@ events are positional arrays whose first element is the tag.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, overload
 
 import msgspec
+import numpy as np
 
+from kvmesh.hashing import TokenIds
 from kvmesh.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KvEvent
 
-__all__ = ["END_SEQUENCE", "EventEncoding", "encode_batch"]
+__all__ = ["END_SEQUENCE", "EventEncoding", "PackedTokens", "encode_batch"]
 
 END_SEQUENCE = 2**64 - 1
 """Closes a replay; never the number of a batch."""
 
 EventEncoding = Literal["map", "array"]
 
-_encoder = msgspec.msgpack.Encoder()
+_ARRAY32 = b"\xdd"
+_UINT16 = 0xCD
+_INT32 = 0xD2
+
+
+class PackedTokens(Sequence[int]):
+    """Token ids that become msgpack without a Python object for each.
+
+    Args:
+        parts: int32 arrays of any shape, one after the other.
+    """
+
+    __slots__ = ("_array",)
+
+    def __init__(self, parts: Sequence[TokenIds]) -> None:
+        self._array: TokenIds = (
+            parts[0].ravel() if len(parts) == 1 else np.concatenate([part.ravel() for part in parts])
+        )
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return [int(token) for token in self._array[index]]
+        return int(self._array[index])
+
+    def pack(self) -> msgspec.Raw:
+        """A msgpack array: ids of 2 bytes where all of them fit, else of 4; readers take any width."""
+        tokens = self._array
+        wide = int(tokens.view(np.uint32).max(initial=0)) > 0xFFFF
+        # One row is one id: its type byte and its value, big-endian.
+        element = np.dtype([("type", np.uint8), ("value", ">i4" if wide else ">u2")])
+        packed = np.empty(len(tokens), dtype=element)
+        packed["type"] = _INT32 if wide else _UINT16
+        packed["value"] = tokens
+        return msgspec.Raw(_ARRAY32 + len(tokens).to_bytes(4, "big") + packed.tobytes())
 
 
 def encode_batch(batch: EventBatch, encoding: EventEncoding = "map") -> bytes:
@@ -27,6 +70,15 @@ def encode_batch(batch: EventBatch, encoding: EventEncoding = "map") -> bytes:
     if encoding == "map":
         return _encoder.encode(batch)
     return _encoder.encode([batch.ts, [_array(event) for event in batch.events], batch.data_parallel_rank])
+
+
+def _pack(value: Any) -> Any:
+    if isinstance(value, PackedTokens):
+        return value.pack()
+    raise TypeError(f"cannot encode a {type(value).__name__}")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
 
 
 def _array(event: KvEvent) -> list[Any]:

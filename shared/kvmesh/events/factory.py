@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from kvmesh.cache.layout import PageLayout
 from kvmesh.config import WorkerSettings
 from kvmesh.config.event_ports import event_port_problems
 from kvmesh.events.endpoints import EndpointError, rank_endpoint
 from kvmesh.events.publisher import EventPublisher, NullPublisher, ZmqPublisher
-from kvmesh.events.sink import EventSink
+from kvmesh.events.sink import StreamSink
+from kvmesh.events.target import target_group
 
 __all__ = ["EventSource", "create_event_source"]
 
@@ -14,7 +16,7 @@ __all__ = ["EventSource", "create_event_source"]
 class EventSource:
     """What the executor holds: ``sink`` for the cache manager, :meth:`flush` once a step."""
 
-    def __init__(self, sink: EventSink | None, publisher: EventPublisher) -> None:
+    def __init__(self, sink: StreamSink | None, publisher: EventPublisher) -> None:
         self.sink = sink
         """None when nothing is published: the cache manager then collects nothing."""
         self.publisher = publisher
@@ -44,24 +46,27 @@ class EventSource:
 
 
 def create_event_source(
-    settings: WorkerSettings, tokens_per_block: int, *, model_name: str, rank: int = 0, world_size: int = 1
+    settings: WorkerSettings, layout: PageLayout, *, model_name: str, rank: int = 0, world_size: int = 1
 ) -> EventSource:
     """The event source of one rank; binds nothing yet.
 
     Args:
         settings: the worker's.
-        tokens_per_block: of its cache.
+        layout: of its cache.
         model_name: as clients call it; part of the topic when ``topic_style`` is ``kv``.
         rank: global attention-DP rank.
         world_size: ranks in all.
 
     Raises:
         EndpointError: the endpoints cannot work.
+        NoTargetGroupError: the model has no layer group whose blocks can be told.
     """
     config = settings.kv_cache_config.kv_events_config
     if config is None or not config.enable_kv_cache_events:
         return EventSource(None, NullPublisher())
-    sink = EventSink(tokens_per_block, signed=settings.events.hash_sign == "signed")
+    sink = StreamSink(
+        layout.tokens_per_block, target_group(layout.groups), signed=settings.events.hash_sign == "signed"
+    )
     if config.publisher == "null":
         return EventSource(sink, NullPublisher())
     problems = event_port_problems(

@@ -1,170 +1,206 @@
-"""Collects what one engine step changed in the cache, as the events that others will read.
+"""Collects what one engine step changed in the cache, as the streamed events that others will read.
 
-Only full blocks are told. A block is announced once and its removal is told exactly once; removals are never dropped.
+Only full blocks of one layer group are told. What is told to be stored is told to be removed, exactly once; removals
+are never dropped. Nothing is kept for a told block: the cache itself removes each block once, and only those that were
+left out are remembered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
-import numpy as np
 
-from kvmesh.hashing import ReuseScope, signed_wire_hash, wire_hash
-from kvmesh.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from kvmesh.cache.events import StoredBlocks
+from kvmesh.events.encoding import PackedTokens
+from kvmesh.events.target import FULL_ATTENTION, TargetGroup
+from kvmesh.hashing import ReuseScope, TokenIds, wire_hashes
+from kvmesh.protocol.events import BlockRemoved, BlockStored, KvEvent
 
-__all__ = ["EventSink", "SinkStatistics", "StoredBlockLike"]
+__all__ = ["DEFAULT_MAX_STORED_BLOCKS", "SinkStatistics", "StreamSink", "TierMoves"]
 
 DEFAULT_MAX_STORED_BLOCKS = 50_000
 """Blocks announced per step at most: one step must not build a message of gigabytes."""
 
-_MEDIA = ("GPU", "CPU", "DISK")
-"""Names of the cache levels, warmest first."""
+TierMoves = Literal["publish", "device_only"]
 
-
-class StoredBlockLike(Protocol):
-    """What the sink reads of a stored block."""
-
-    @property
-    def key(self) -> bytes:
-        """32-byte V2 block key."""
-
-    @property
-    def token_ids(self) -> np.ndarray:
-        """int32 ``[n]``, n at most tokens_per_block."""
-
-    @property
-    def level(self) -> int:
-        """Cache level: 0 device, 1 host, 2 disk."""
+_MEDIA = {"gpu": "GPU", "host": "CPU", "disk": "DISK"}
+_DEVICE = "GPU"
 
 
 class SinkStatistics(msgspec.Struct):
-    """What the sink has told and left out."""
+    """What the sink has told and left out, in blocks."""
 
-    blocks_stored_total: int = 0
-    blocks_removed_total: int = 0
-    partial_blocks_suppressed_total: int = 0
-    non_target_blocks_total: int = 0
-    stores_dropped_total: int = 0
+    stored_total: int = 0
+    removed_total: int = 0
+    moved_total: int = 0
+    suppressed_total: int = 0
+    """Partial blocks, full ones whose pages do not hold all their tokens, and those that continue one left out."""
+    non_target_total: int = 0
+    """Of other layer groups."""
+    dropped_total: int = 0
+    """Above the most that one step may tell, and those that continue them."""
 
 
-class EventSink:
-    """The cache manager's event sink; used on the executor thread only.
+class _Run(msgspec.Struct):
+    """Consecutive blocks, told as one event."""
+
+    scope: ReuseScope
+    parent: int | None
+    medium: str
+    hashes: list[int]
+    token_ids: list[TokenIds]
+
+
+class StreamSink:
+    """A :class:`kvmesh.cache.events.EventSink` that makes wire events; used on the executor thread only.
 
     Args:
         tokens_per_block: length of a full block.
+        target: the only layer group whose blocks are told.
         signed: send hashes as two's complement.
-        target_group: the only layer group whose blocks are told (the one with the largest window).
+        tier_moves: ``publish``: a block that moves is told to be stored in its new medium, then removed from the old
+            one. ``device_only``: moves are silent, everything is told to be in device memory until it is gone.
         max_stored_blocks: per step.
-        kind: ``kv_cache_spec_kind`` of the target group, when it is true of it.
     """
 
     def __init__(
         self,
         tokens_per_block: int,
+        target: TargetGroup = FULL_ATTENTION,
         *,
         signed: bool = False,
-        target_group: int = 0,
+        tier_moves: TierMoves = "publish",
         max_stored_blocks: int = DEFAULT_MAX_STORED_BLOCKS,
-        kind: str | None = "full_attention",
     ) -> None:
         self._tokens_per_block = tokens_per_block
-        self._hash = signed_wire_hash if signed else wire_hash
-        self._target_group = target_group
+        self._target = target
+        self._signed = signed
+        self._publish_moves = tier_moves == "publish"
         self._max_stored_blocks = max_stored_blocks
-        self._kind: str | msgspec.UnsetType = msgspec.UNSET if kind is None else kind
-        self._announced: dict[bytes, int] = {}
-        self._events: list[KvEvent] = []
+        self._media: list[str] = [_DEVICE]
+        self._untold: set[bytes] = set()
+        """Blocks of the target group that are in the cache and were left out."""
+        self._pending: list[_Run | KvEvent] = []
+        self._moves: tuple[BlockStored, BlockRemoved] | None = None
+        """The last two pending events, when they are one move that may still grow."""
         self._stored_this_step = 0
         self.statistics = SinkStatistics()
 
-    def on_stored(
-        self, scope: ReuseScope, parent_key: bytes | None, blocks: Sequence[StoredBlockLike], group: int = 0
-    ) -> None:
-        """Consecutive blocks became reusable, the first one below ``parent_key`` (None: at the root)."""
-        if group != self._target_group:
-            self.statistics.non_target_blocks_total += len(blocks)
-            return
-        for block in blocks:
-            if len(block.token_ids) < self._tokens_per_block:
-                self.statistics.partial_blocks_suppressed_total += 1
-            elif block.key not in self._announced:
-                self._store(scope, parent_key, block)
-            parent_key = block.key
+    def on_created(self, tiers: Sequence[str], num_pages: Sequence[Sequence[int]]) -> None:  # noqa: ARG002 - of the protocol
+        """See :class:`~kvmesh.cache.events.EventSink`; the stream tells nothing about it."""
+        self._media = [_MEDIA[tier] if self._publish_moves else _DEVICE for tier in tiers]
 
-    def on_removed(self, keys: Iterable[bytes], group: int = 0) -> None:
-        """Blocks left the cache; those that were never told are not told now."""
-        if group != self._target_group:
+    def on_stored(self, group: int, blocks: StoredBlocks) -> None:
+        """See :class:`~kvmesh.cache.events.EventSink`."""
+        keys, token_ids, size = blocks.keys, blocks.token_ids, self._tokens_per_block
+        statistics = self.statistics
+        if group != self._target.group_id:
+            statistics.non_target_total += len(keys)
             return
-        by_level: dict[int, list[int]] = {}
-        for key in keys:
-            level = self._announced.pop(key, None)
-            if level is not None:
-                by_level.setdefault(level, []).append(self._hash(key))
-        for level, hashes in by_level.items():
-            self._remove(hashes, level)
+        partial = token_ids.shape[1] < size or (blocks.covered_tokens is not None and blocks.covered_tokens < size)
+        # A block after one that was left out could not be placed by any reader.
+        if partial or blocks.parent_key in self._untold:
+            statistics.suppressed_total += len(keys)
+            self._untold.update(keys)
+            return
+        room = self._max_stored_blocks - self._stored_this_step
+        if len(keys) > room:
+            statistics.dropped_total += len(keys) - room
+            self._untold.update(keys[room:])
+            keys, token_ids = keys[:room], token_ids[:room]
+            if not keys:
+                return
+        self._stored_this_step += len(keys)
+        statistics.stored_total += len(keys)
+        self._tell_stored(blocks.scope, blocks.parent_key, keys, token_ids.copy(), self._media[blocks.level])
 
-    def on_cleared(self) -> None:
-        """The whole cache is gone."""
-        self.statistics.blocks_removed_total += len(self._announced)
-        self._announced.clear()
-        self._events.append(AllBlocksCleared())
+    def on_removed(self, group: int, keys: Sequence[bytes], level: int) -> None:
+        """See :class:`~kvmesh.cache.events.EventSink`; blocks that were never told are not told now."""
+        if group != self._target.group_id:
+            return
+        if self._untold and not self._untold.isdisjoint(keys):
+            gone, keys = keys, self._told(keys)
+            self._untold.difference_update(gone)
+            if not keys:
+                return
+        self.statistics.removed_total += len(keys)
+        hashes, medium = wire_hashes(keys, signed=self._signed), self._media[level]
+        last = self._pending[-1] if self._pending else None
+        if isinstance(last, BlockRemoved) and last.medium == medium:
+            last.block_hashes += hashes
+        else:
+            self._moves = None
+            self._pending.append(self._removed(hashes, medium))
+
+    def on_moved(self, group: int, keys: Sequence[bytes], old_level: int, new_level: int) -> None:
+        """See :class:`~kvmesh.cache.events.EventSink`."""
+        if group != self._target.group_id or not self._publish_moves:
+            return
+        keys = self._told(keys)
+        if not keys:
+            return
+        self.statistics.moved_total += len(keys)
+        hashes, old, new = wire_hashes(keys, signed=self._signed), self._media[old_level], self._media[new_level]
+        if self._moves is not None and (self._moves[0].medium, self._moves[1].medium) == (new, old):
+            self._moves[0].block_hashes += hashes
+            self._moves[1].block_hashes += hashes
+            return
+        # Readers know these hashes: no tokens means that what they stand for is in another medium now.
+        self._moves = (self._stored(hashes, None, [], new), self._removed(list(hashes), old))
+        self._pending += self._moves
+
+    def on_priority(self, group: int, keys: Sequence[bytes], old: int, new: int) -> None:
+        """See :class:`~kvmesh.cache.events.EventSink`; the stream does not tell priorities."""
 
     def take(self) -> list[KvEvent]:
         """The events since the last call, in order."""
-        events, self._events = self._events, []
+        if not self._pending:
+            return []
+        pending, self._pending = self._pending, []
+        self._moves = None
         self._stored_this_step = 0
-        return events
+        return [self._chain(item) if isinstance(item, _Run) else item for item in pending]
 
-    @property
-    def announced_blocks(self) -> int:
-        """Blocks that readers believe to be here."""
-        return len(self._announced)
+    def _told(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        if not self._untold or self._untold.isdisjoint(keys):
+            return keys
+        return [key for key in keys if key not in self._untold]
 
-    def _store(self, scope: ReuseScope, parent_key: bytes | None, block: StoredBlockLike) -> None:
-        if self._stored_this_step >= self._max_stored_blocks:
-            self.statistics.stores_dropped_total += 1
+    def _tell_stored(
+        self, scope: ReuseScope, parent_key: bytes | None, keys: Sequence[bytes], token_ids: TokenIds, medium: str
+    ) -> None:
+        hashes = wire_hashes(keys, signed=self._signed)
+        parent = None if parent_key is None else wire_hashes([parent_key], signed=self._signed)[0]
+        last = self._pending[-1] if self._pending else None
+        if isinstance(last, _Run) and last.hashes[-1] == parent and last.medium == medium:
+            last.hashes += hashes
+            last.token_ids.append(token_ids)
             return
-        self._stored_this_step += 1
-        self.statistics.blocks_stored_total += 1
-        self._announced[block.key] = block.level
-        hash_ = self._hash(block.key)
-        parent = None if parent_key is None else self._hash(parent_key)
-        token_ids = block.token_ids.tolist()
-        last = self._events[-1] if self._events else None
-        medium = _MEDIA[block.level]
-        if (
-            isinstance(last, BlockStored)
-            and parent is not None
-            and last.block_hashes[-1] == parent
-            and last.medium == medium
-        ):
-            last.block_hashes.append(hash_)
-            last.token_ids.extend(token_ids)
-            if last.extra_keys is not msgspec.UNSET and last.extra_keys is not None:
-                last.extra_keys.append(None)
-            return
+        self._moves = None
+        self._pending.append(_Run(scope, parent, medium, hashes, [token_ids]))
+
+    def _chain(self, run: _Run) -> BlockStored:
+        event = self._stored(run.hashes, run.parent, PackedTokens(run.token_ids), run.medium)
+        event.lora_id = run.scope.lora_id
         # As in vLLM, the salt travels with the first block of a chain only: the parents say the rest.
-        salted = scope.salt is not None and parent is None
-        self._events.append(
-            BlockStored(
-                block_hashes=[hash_],
-                parent_block_hash=parent,
-                token_ids=token_ids,
-                block_size=self._tokens_per_block,
-                lora_id=scope.lora_id,
-                medium=medium,
-                extra_keys=[[str(scope.salt)]] if salted else msgspec.UNSET,
-                group_idx=self._target_group,
-                kv_cache_spec_kind=self._kind,
-            )
+        if run.scope.salt is not None and run.parent is None:
+            event.extra_keys = [[str(run.scope.salt)], *[None] * (len(run.hashes) - 1)]
+        return event
+
+    def _stored(self, hashes: list[int], parent: int | None, token_ids: Sequence[int], medium: str) -> BlockStored:
+        target = self._target
+        return BlockStored(
+            block_hashes=hashes,
+            parent_block_hash=parent,
+            token_ids=token_ids,
+            block_size=self._tokens_per_block,
+            medium=medium,
+            group_idx=target.group_id,
+            kv_cache_spec_kind=msgspec.UNSET if target.kind is None else target.kind,
+            kv_cache_spec_sliding_window=msgspec.UNSET if target.window is None else target.window,
         )
 
-    def _remove(self, hashes: list[int], level: int) -> None:
-        self.statistics.blocks_removed_total += len(hashes)
-        last = self._events[-1] if self._events else None
-        if isinstance(last, BlockRemoved) and last.medium == _MEDIA[level]:
-            last.block_hashes.extend(hashes)
-        else:
-            self._events.append(BlockRemoved(block_hashes=hashes, medium=_MEDIA[level], group_idx=self._target_group))
+    def _removed(self, hashes: list[int], medium: str) -> BlockRemoved:
+        return BlockRemoved(block_hashes=hashes, medium=medium, group_idx=self._target.group_id)

@@ -12,7 +12,15 @@ from kvmesh.hashing.reuse_key import MultimodalSpan, ReuseKey
 from kvmesh.hashing.scope import ReuseScope, salt_id, v2_root
 from kvmesh.hashing.tokens import TokenIds, as_token_ids
 from kvmesh.hashing.v1 import V1_ROOT, v1_block_keys
-from kvmesh.hashing.v2 import EventHashAlgo, event_hash, signed_wire_hash, v2_block_keys, v2_partial_key, wire_hash
+from kvmesh.hashing.v2 import (
+    EventHashAlgo,
+    event_hash,
+    signed_wire_hash,
+    v2_block_keys,
+    v2_partial_key,
+    wire_hash,
+    wire_hashes,
+)
 
 __all__ = [
     "ROUTING_SEED",
@@ -33,4 +41,5 @@ __all__ = [
     "v2_partial_key",
     "v2_root",
     "wire_hash",
+    "wire_hashes",
 ]

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Literal, assert_never
+
+import numpy as np
 
 from kvmesh.hashing.tokens import TokenIds
 from kvmesh.kernels import _native
 
-__all__ = ["EventHashAlgo", "event_hash", "signed_wire_hash", "v2_block_keys", "v2_partial_key", "wire_hash"]
+__all__ = [
+    "EventHashAlgo",
+    "event_hash",
+    "signed_wire_hash",
+    "v2_block_keys",
+    "v2_partial_key",
+    "wire_hash",
+    "wire_hashes",
+]
+
+_HASH_BYTES = 8
 
 EventHashAlgo = Literal["v2_sha256", "v2_sha256_64"]
 
@@ -44,6 +57,15 @@ def wire_hash(key: bytes) -> int:
 def signed_wire_hash(key: bytes) -> int:
     """:func:`wire_hash` as a signed 64-bit number, for consumers that store int64."""
     return int.from_bytes(key[:8], "big", signed=True)
+
+
+def wire_hashes(keys: Sequence[bytes], *, signed: bool = False) -> list[int]:
+    """:func:`wire_hash` (or :func:`signed_wire_hash`) of many keys of one length, a multiple of 8 bytes."""
+    if not keys:
+        return []
+    numbers = np.frombuffer(b"".join(keys), dtype=">i8" if signed else ">u8")
+    hashes: list[int] = numbers[:: len(keys[0]) // _HASH_BYTES].tolist()
+    return hashes
 
 
 def event_hash(key: bytes, algo: EventHashAlgo) -> str | int:

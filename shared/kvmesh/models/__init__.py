@@ -4,7 +4,9 @@ Every service may use: ``store`` (find or fetch a checkpoint), ``config`` (its s
 back, chat templates). They read GGUF metadata (``gguf_file``) or the JSON files of a Hugging Face directory.
 
 Engine processes also use: ``registry.load_model``, which reads tensors (``weights``), assembles a model's parameters
-(``parameters``, ``quantized``) and creates the architecture (``llama``) behind the contract in ``base``.
+(``parameters``, ``quantized``) and creates the architecture (``llama``, ``gemma2``, ``gemma3``) behind the contract in
+``base``.
 
-A second architecture is one module like ``llama`` and one row in ``architectures``.
+Another architecture is one module and one row in ``architectures``; ``decoder`` is the frame that the present ones
+share.
 """

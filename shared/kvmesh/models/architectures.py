@@ -23,7 +23,12 @@ class Architecture(NamedTuple):
     """Values of ``general.architecture``."""
 
 
-ARCHITECTURES = (Architecture("llama", "kvmesh.models.llama", ("LlamaForCausalLM", "MistralForCausalLM"), ("llama",)),)
+ARCHITECTURES = (
+    Architecture("llama", "kvmesh.models.llama", ("LlamaForCausalLM",), ("llama",)),
+    Architecture("mistral", "kvmesh.models.llama", ("MistralForCausalLM",), ()),
+    Architecture("gemma2", "kvmesh.models.gemma2", ("Gemma2ForCausalLM",), ("gemma2",)),
+    Architecture("gemma3", "kvmesh.models.gemma3", ("Gemma3ForCausalLM",), ("gemma3",)),
+)
 
 
 def architecture_of(checkpoint_name: str) -> Architecture:

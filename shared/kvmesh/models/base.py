@@ -133,6 +133,8 @@ class ArchitectureModule(Protocol):
         """Where GGUF keeps each Hugging Face tensor."""
         ...
 
-    def create(self, config: ModelConfig, weights: ModelWeights, max_seq_len: int) -> CausalLM:
-        """The model over its weights."""
+    def create(
+        self, config: ModelConfig, weights: ModelWeights, max_seq_len: int, cache_windows: Sequence[int | None]
+    ) -> CausalLM:
+        """The model over its weights; by layer, its cache keeps the latest ``cache_windows`` tokens, None: all."""
         ...

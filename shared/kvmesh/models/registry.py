@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 
 from kvmesh.kernels.ops import QuantizedWeight
 from kvmesh.models.architectures import ARCHITECTURES
+from kvmesh.models.attention_windows import effective_windows
 from kvmesh.models.base import ArchitectureModule, CausalLM
 from kvmesh.models.checkpoint import fingerprint
 from kvmesh.models.config import ModelConfig, read_config
@@ -35,6 +37,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     *,
     max_seq_len: int | None = None,
+    max_attention_window: Sequence[int] | None = None,
 ) -> CausalLM:
     """Load a checkpoint.
 
@@ -43,9 +46,11 @@ def load_model(
         device: where its parameters go.
         dtype: of parameters, activations and KV cache; None is :func:`default_dtype`.
         max_seq_len: longest sequence to prepare for; None is the model's own limit.
+        max_attention_window: as :func:`kvmesh.models.attention_windows.effective_windows` takes it.
 
     Raises:
-        ModelError: the checkpoint is damaged, incomplete or not supported, or ``max_seq_len`` exceeds its limit.
+        ModelError: the checkpoint is damaged, incomplete or not supported, ``max_seq_len`` exceeds its limit, or
+            ``max_attention_window`` does not suit its layers.
     """
     config = read_config(source)
     device = torch.device(device)
@@ -53,6 +58,7 @@ def load_model(
     max_seq_len = max_seq_len or config.max_seq_len
     if max_seq_len > config.max_seq_len:
         raise ModelError(f"max_seq_len {max_seq_len} exceeds the {config.max_seq_len} tokens {source.name} can take.")
+    windows = effective_windows(config.windows, max_attention_window, max_seq_len)
     module = _module_of(config)
     specs = module.parameters(config)
     checkpoint: Checkpoint = (
@@ -67,7 +73,7 @@ def load_model(
         dense = shared_parameters(checkpoint, specs, cache_root() / "derived", source.name, fingerprint(source.path))
     else:
         dense = load_parameters(checkpoint, specs, device, dtype)
-    return module.create(config, ModelWeights(dense, quantized), max_seq_len)
+    return module.create(config, ModelWeights(dense, quantized), max_seq_len, windows)
 
 
 def _module_of(config: ModelConfig) -> ArchitectureModule:

@@ -108,6 +108,8 @@ class GgufName(NamedTuple):
     name: str
     rope_heads: int | None = None
     """Rows are permuted for interleaved rotary embedding, in this many heads; None: rows are in order."""
+    offset: float = 0.0
+    """What GGUF's conversion has added to every value, in float32."""
 
 
 class GgufCheckpoint:
@@ -134,9 +136,11 @@ class GgufCheckpoint:
         return self._file.tensors[self._entries[name].name].shape
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor, dequantised to float32 with its rows in Hugging Face's order."""
+        """The tensor, dequantised to float32, with its rows in Hugging Face's order and its values as there."""
         tensor = self._file.tensors[self._entries[name].name]
         values = _dequantize(self._rows(tensor), _quant_type(tensor, self.path))
+        if offset := self._entries[name].offset:
+            values -= offset  # its own memory: dequantising copies
         return torch.from_numpy(self._reorder(name, values).reshape(tensor.shape))
 
     def blocks(self, name: str) -> Blocks | None:

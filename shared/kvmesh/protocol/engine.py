@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from kvmesh.protocol.retention import RetentionConfig
 from kvmesh.protocol.sampling import SamplingParams, TokenLogprob
 from kvmesh.protocol.transfer import LedgerEvent
 from kvmesh.protocol.version import PROTOCOL_VERSION
@@ -56,6 +57,10 @@ class Generate(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     """Generation kind: msgpack :class:`kvmesh.protocol.disagg.HandOff`."""
     cache_salt: str | None = None
     lora_id: int | None = None
+    retention: RetentionConfig | None = None
+    """Priorities of its blocks in this engine's cache."""
+    conversation_id: str | None = None
+    """For the ``per_conversation`` reuse policy; the front gives it to one sequence at a time."""
     priority: int = 0
     deadline_s: float | None = None
     """Seconds from receipt after which the engine fails the request by itself."""

@@ -5,17 +5,22 @@ A message is three ZMQ frames: topic, sequence (8 bytes big-endian), payload (ms
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 __all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "EventBatch", "KvEvent"]
 
 
 class BlockStored(msgspec.Struct, tag=True, kw_only=True):
-    """A run of consecutive blocks became reusable. ``token_ids`` holds ``block_size`` ids for each hash."""
+    """A run of consecutive blocks became reusable.
+
+    ``token_ids`` holds ``block_size`` ids for each hash, or none when known blocks are in ``medium`` now.
+    """
 
     block_hashes: list[int]
     parent_block_hash: int | None
-    token_ids: list[int]
+    token_ids: Sequence[int]
     block_size: int
     lora_id: int | None = None
     medium: str | None = "GPU"

@@ -16,11 +16,13 @@ from kvmesh.config.worker import WorkerRole
 from kvmesh.models.tokenizer import ChatTemplateError, IncrementalDetokenizer, Tokenizer
 from kvmesh.protocol.engine import Generate
 from kvmesh.protocol.errors import ApiError, bad_request
+from kvmesh.protocol.openai.cache import conversation_id_of, retention_of
 from kvmesh.protocol.openai.chat import template_messages
 from kvmesh.protocol.openai.fanout import SequenceSpec, fan_out, prompts_of
 from kvmesh.protocol.openai.requests import ChatCompletionRequest, CompletionRequest
 from kvmesh.protocol.openai.sampling import sampling_params
 from kvmesh.protocol.openai.validate import check_token_ids, validate_request
+from kvmesh.protocol.retention import RetentionConfig
 from kvmesh.worker.disagg import Leg, leg_of
 from kvmesh.worker.runs import SequenceRun, TokenSource
 
@@ -90,7 +92,12 @@ class Planner:
         if leg.kind != "aggregated" and len(specs) != 1:
             raise bad_request("A leg of a disaggregated request is one prompt with n=1.", param="n")
         prompts = await self._prompts(request)
-        sequences = [self._sequence(request, spec, prompts[spec.prompt_index], leg, request_id) for spec in specs]
+        retention = retention_of(request.kv_cache_retention_config)
+        conversation_id = conversation_id_of(request.conversation_params, request.disaggregated_params)
+        sequences = [
+            self._sequence(request, spec, prompts[spec.prompt_index], leg, request_id, retention, conversation_id)
+            for spec in specs
+        ]
         return Plan(request, request_id, int(time.time()), leg, sequences)
 
     async def _prompts(self, request: CompletionRequest | ChatCompletionRequest) -> list[np.ndarray]:
@@ -146,6 +153,8 @@ class Planner:
         ids: np.ndarray,
         leg: Leg,
         request_id: str,
+        retention: RetentionConfig | None,
+        conversation_id: str | None,
     ) -> PlannedSequence:
         sampling = sampling_params(
             request, prompt_tokens=len(ids), max_seq_len=self._facts.max_seq_len, choice_index=spec.index
@@ -161,6 +170,8 @@ class Planner:
             first_tokens=list(leg.first_tokens),
             handoff=leg.handoff,
             cache_salt=request.cache_salt,
+            retention=retention,
+            conversation_id=conversation_id if spec.index == 0 else None,
             priority=request.priority or 0,
             deadline_s=self._timeout_s,
         )

@@ -37,6 +37,7 @@ from kvmesh.protocol.version import package_version
 from kvmesh.telemetry import get_logger
 from kvmesh.telemetry.tracing import Tracing
 from kvmesh.worker.answers import Answerer
+from kvmesh.worker.conversations import ActiveConversations
 from kvmesh.worker.facts import load_of, member_of, server_info
 from kvmesh.worker.observations import Observations
 from kvmesh.worker.plans import ModelFacts, Plan, Planner
@@ -89,6 +90,7 @@ class WorkerService(Service):
         self._facts = ModelFacts("", 0, 0)
         self._created = int(time.time())
         self._open_legs: OrderedDict[int, str] = OrderedDict()
+        self._conversations = ActiveConversations()
         self._healthy = True
         self._failure: str | None = None
         self._failed = anyio.Event()
@@ -234,9 +236,10 @@ class WorkerService(Service):
                 self._remember(plan)
             self._observations.began(plan)
             try:
-                if body.stream:
-                    return await self._stream(request, plan, self._answerer)
-                return await self._whole(plan, self._answerer)
+                with self._conversations.turn(plan):
+                    if body.stream:
+                        return await self._stream(request, plan, self._answerer)
+                    return await self._whole(plan, self._answerer)
             finally:
                 self._observations.ended(plan, context)
 

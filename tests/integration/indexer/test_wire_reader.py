@@ -7,15 +7,16 @@ what the cache holds.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import zmq
 
+from kvmesh.cache.events import StoredBlocks
 from kvmesh.events.publisher import ZmqPublisher
-from kvmesh.events.sink import EventSink
+from kvmesh.events.sink import StreamSink
 from kvmesh.hashing import ReuseScope, v2_block_keys, v2_root
 
 BLOCK = 4
@@ -23,30 +24,25 @@ SCOPE = ReuseScope()
 TIMEOUT_MS = 5000
 
 
-class Block(NamedTuple):
-    key: bytes
-    token_ids: np.ndarray
-    level: int = 0
-    priority: int = 35
-
-
 class Worker:
     """What an engine does: tells its sink, flushes once a step."""
 
     def __init__(self, encoding: Any, signed: bool) -> None:
-        self.sink = EventSink(BLOCK, signed=signed)
+        self.sink = StreamSink(BLOCK, signed=signed)
         self.publisher = ZmqPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", encoding=encoding)
         self.held: dict[bytes, list[int]] = {}
 
     def store(self, tokens: list[int], first_new: int = 0) -> None:
         array = np.array(tokens, np.int32)
         keys = v2_block_keys(array, BLOCK, v2_root(SCOPE))
-        blocks = [Block(key, array[i * BLOCK : (i + 1) * BLOCK]) for i, key in enumerate(keys)]
-        self.sink.on_stored(SCOPE, keys[first_new - 1] if first_new else None, blocks[first_new:])
-        self.held |= {block.key: block.token_ids.tolist() for block in blocks}
+        rows = array.reshape(-1, BLOCK)[first_new:]
+        parent = keys[first_new - 1] if first_new else None
+        priorities = np.full(len(rows), 35, np.uint8)
+        self.sink.on_stored(0, StoredBlocks(SCOPE, parent, keys[first_new:], rows, 0, priorities))
+        self.held |= dict(zip(keys[first_new:], rows.tolist(), strict=True))
 
     def remove(self, *keys: bytes) -> None:
-        self.sink.on_removed(keys)
+        self.sink.on_removed(0, keys, 0)
         for key in keys:
             del self.held[key]
 
@@ -158,8 +154,7 @@ def test_a_reader_that_lost_messages_has_the_exact_index_after_a_replay(worker: 
         assert reader.gaps == 1
         assert reader.blocks == truth(worker)
 
-        worker.sink.on_cleared()
-        worker.held.clear()
+        worker.remove(*worker.held)
         worker.store([9] * 8)
         worker.step()
         reader.read()

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from kvmesh.cache.device import CpuDevice
-from kvmesh.cache.events import StoredBlock
+from kvmesh.cache.events import StoredBlocks
 from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
 from kvmesh.cache.manager import KvCacheManager
 from kvmesh.cache.settings import CacheSettings
-from kvmesh.hashing import ReuseScope, v2_root
+from kvmesh.hashing import v2_root
 
 BUDGET = 1 << 24
 
@@ -21,26 +21,50 @@ class RecordingSink:
 
     def __init__(self) -> None:
         self.log: list[tuple[str, object]] = []
+        """Of layer group 0; the others must say the same."""
         self.parents: dict[bytes, bytes | None] = {}
         self.tokens: dict[bytes, list[int]] = {}
+        self.others: dict[int, set[bytes]] = {}
 
-    def on_stored(self, scope: ReuseScope, parent_key: bytes | None, blocks: Sequence[StoredBlock]) -> None:
-        assert blocks
-        for block in blocks:
-            assert block.key not in self.parents, "stored twice"
+    def on_created(self, tiers: Sequence[str], num_pages: Sequence[Sequence[int]]) -> None:
+        assert tiers == ("gpu",)
+        assert all(len(levels) == 1 for levels in num_pages)
+
+    def on_stored(self, group: int, blocks: StoredBlocks) -> None:
+        assert len(blocks.keys) == len(blocks.token_ids) == len(blocks.priorities) > 0
+        if group:
+            assert set(blocks.keys) <= self.parents.keys()
+            assert not self.others.setdefault(group, set()) & set(blocks.keys), "stored twice"
+            self.others[group].update(blocks.keys)
+            return
+        parent_key = blocks.parent_key
+        assert parent_key != v2_root(blocks.scope)
+        tokens = blocks.token_ids.tolist()
+        for key, row in zip(blocks.keys, tokens, strict=True):
+            assert key not in self.parents, "stored twice"
             assert parent_key is None or parent_key in self.parents, "stored after an unknown block"
-            assert parent_key != v2_root(scope)
-            self.parents[block.key] = parent_key
-            self.tokens[block.key] = block.token_ids.tolist()
-            parent_key = block.key
-        self.log.append(("stored", [block.token_ids.tolist() for block in blocks]))
+            self.parents[key] = parent_key
+            self.tokens[key] = row
+            parent_key = key
+        self.log.append(("stored", tokens))
 
-    def on_removed(self, keys: Sequence[bytes]) -> None:
+    def on_removed(self, group: int, keys: Sequence[bytes], level: int) -> None:
         assert keys
+        assert level == 0
+        if group:
+            for key in keys:
+                self.others[group].remove(key)
+            return
         for key in keys:
             del self.parents[key]
             assert key not in self.parents.values(), "removed before a block that continues it"
         self.log.append(("removed", [self.tokens[key] for key in keys]))
+
+    def on_moved(self, group: int, keys: Sequence[bytes], old_level: int, new_level: int) -> None:
+        raise AssertionError("there is only one level")
+
+    def on_priority(self, group: int, keys: Sequence[bytes], old: int, new: int) -> None:
+        raise AssertionError("nothing changes a priority")
 
 
 @pytest.fixture
@@ -87,3 +111,4 @@ def make_manager(sink: RecordingSink) -> Iterator[Factory]:
         stats = manager.stats()
         assert stats.free == stats.total
     assert not sink.parents
+    assert not any(sink.others.values())

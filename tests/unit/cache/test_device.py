@@ -8,7 +8,8 @@ import os
 import numpy as np
 import pytest
 
-from kvmesh.cache.device import CpuDevice, CudaDevice, DeviceMemoryError
+from kvmesh.cache.cuda_device import CudaDevice
+from kvmesh.cache.device import CpuDevice, DeviceMemoryError
 
 
 def test_budget() -> None:

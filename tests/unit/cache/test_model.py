@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvmesh.cache.device import CpuDevice
-from kvmesh.cache.events import StoredBlock
+from kvmesh.cache.events import StoredBlocks
 from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
 from kvmesh.cache.lease import PageLease
 from kvmesh.cache.manager import KvCacheManager
@@ -45,21 +45,34 @@ class NaiveCache:
 
     prefixes: dict[bytes, Prefix] = field(default_factory=dict)
 
-    def on_stored(self, scope: ReuseScope, parent_key: bytes | None, blocks: Seq[StoredBlock]) -> None:
-        parent: tuple[int, ...] = ()
-        if parent_key is not None:
-            assert self.prefixes[parent_key][0] == scope
-            parent = self.prefixes[parent_key][1]
-        for block in blocks:
-            assert block.key not in self.prefixes
-            assert len(parent) % BLOCK == 0
-            parent = (*parent, *block.token_ids.tolist())
-            self.prefixes[block.key] = (scope, parent)
+    def on_created(self, tiers: Seq[str], num_pages: Seq[Seq[int]]) -> None:
+        assert len(tiers) == 1
 
-    def on_removed(self, keys: Seq[bytes]) -> None:
+    def on_stored(self, group: int, blocks: StoredBlocks) -> None:
+        if group:
+            return
+        parent: tuple[int, ...] = ()
+        if blocks.parent_key is not None:
+            assert self.prefixes[blocks.parent_key][0] == blocks.scope
+            parent = self.prefixes[blocks.parent_key][1]
+        for key, tokens in zip(blocks.keys, blocks.token_ids.tolist(), strict=True):
+            assert key not in self.prefixes
+            assert len(parent) % BLOCK == 0
+            parent = (*parent, *tokens)
+            self.prefixes[key] = (blocks.scope, parent)
+
+    def on_removed(self, group: int, keys: Seq[bytes], level: int) -> None:
+        if group:
+            return
         for key in keys:
             scope, prefix = self.prefixes.pop(key)
             assert not any(s == scope and p[: len(prefix)] == prefix for s, p in self.prefixes.values() if p != prefix)
+
+    def on_moved(self, group: int, keys: Seq[bytes], old_level: int, new_level: int) -> None:
+        raise AssertionError("there is only one level")
+
+    def on_priority(self, group: int, keys: Seq[bytes], old: int, new: int) -> None:
+        raise AssertionError("nothing changes a priority")
 
     def match(self, scope: ReuseScope, tokens: list[int], *, partial: bool) -> int:
         """Longest common prefix with anything reusable, at most all but one token."""

@@ -13,6 +13,7 @@ from kvmesh.net.clock import ManualClock
 from kvmesh.protocol.disagg import HandOff
 from kvmesh.protocol.engine import Generate
 from kvmesh.protocol.errors import ApiError
+from kvmesh.protocol.retention import RetentionConfig
 from kvmesh.protocol.sampling import SamplingParams
 
 LIMITS = IntakeLimits(
@@ -47,6 +48,15 @@ def generation(**fields: object) -> Generate:
         "handoff": msgspec.msgpack.encode(HANDOFF),
     }
     return request(**{**defaults, **fields})  # type: ignore[arg-type]
+
+
+def test_what_a_request_says_about_its_blocks_reaches_the_sequence() -> None:
+    retention = RetentionConfig(decode_retention_priority=80)
+    sent = msgspec.msgpack.encode(request(retention=retention, conversation_id="c"))
+    seq = intake().admit(msgspec.msgpack.decode(sent, type=Generate), 0)
+    assert (seq.retention, seq.conversation_id) == (retention, "c")
+    plain = intake().admit(request(), 0)
+    assert (plain.retention, plain.conversation_id) == (None, None)
 
 
 def test_a_plain_request() -> None:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kvmesh.cache.events import StoredBlocks
+from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
 from kvmesh.config import WorkerSettings
 from kvmesh.events.endpoints import EndpointError
 from kvmesh.events.factory import create_event_source
 from kvmesh.events.publisher import NullPublisher, ZmqPublisher
+from kvmesh.hashing import ReuseScope
+
+LAYOUT = PageLayout.build(
+    CacheRequirements((LayerCacheSpec(layer_index=0, num_kv_heads=1, head_dim=8, dtype="float32"),)), 4
+)
+BLOCK = StoredBlocks(ReuseScope(), None, [bytes(32)], np.zeros((1, 4), np.int32), 0, np.zeros(1, np.uint8))
 
 
 def settings(**events: Any) -> WorkerSettings:
@@ -17,7 +26,7 @@ def settings(**events: Any) -> WorkerSettings:
 
 
 def test_events_are_off_by_default() -> None:
-    source = create_event_source(settings(), 32, model_name="m")
+    source = create_event_source(settings(), LAYOUT, model_name="m")
     assert source.sink is None
     assert isinstance(source.publisher, NullPublisher)
     source.start()
@@ -26,9 +35,10 @@ def test_events_are_off_by_default() -> None:
 
 
 def test_a_null_publisher_collects_and_sends_nothing() -> None:
-    source = create_event_source(settings(enable_kv_cache_events=True, publisher="null"), 32, model_name="m")
+    source = create_event_source(settings(enable_kv_cache_events=True, publisher="null"), LAYOUT, model_name="m")
     assert source.sink is not None
-    source.sink.on_cleared()
+    source.sink.on_stored(0, BLOCK)
+    source.sink.on_removed(0, BLOCK.keys, 0)
     source.flush()
     assert source.statistics() == {"events_published_total": 0, "events_dropped_total": 0}
 
@@ -36,7 +46,7 @@ def test_a_null_publisher_collects_and_sends_nothing() -> None:
 def test_ranks_publish_side_by_side() -> None:
     source = create_event_source(
         settings(enable_kv_cache_events=True, endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*"),
-        32,
+        LAYOUT,
         model_name="m",
         rank=1,
         world_size=2,
@@ -58,4 +68,4 @@ def test_ranks_publish_side_by_side() -> None:
 def test_t12_ports_that_cannot_be_bound_are_refused_before_any_is(endpoint: str, replay: str | None, says: str) -> None:
     events = settings(enable_kv_cache_events=True, endpoint=endpoint, replay_endpoint=replay)
     with pytest.raises(EndpointError, match=says):
-        create_event_source(events, 32, model_name="m", world_size=2)
+        create_event_source(events, LAYOUT, model_name="m", world_size=2)

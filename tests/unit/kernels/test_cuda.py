@@ -18,7 +18,9 @@ from kvmesh.kernels.library import CUDA_LIBRARY, CudaLibrary
 pytestmark = pytest.mark.slow
 
 EMULATION = Path(__file__).with_name("cuda_emulation")
-LAYER_OPERATIONS = ("rms_norm", "add_rms_norm", "silu_and_mul", "store_kv", "rope_store_kv", "paged_attention")
+LAYER_OPERATIONS = (
+    "rms_norm", "add_rms_norm", "silu_and_mul", "gelu_tanh_and_mul", "store_kv", "rope_store_kv", "paged_attention",
+)  # fmt: skip
 PAGE_OPERATIONS = ("gather_pages", "scatter_pages", "copy_pages")
 OPERATIONS = dict.fromkeys(LAYER_OPERATIONS, layers) | dict.fromkeys(PAGE_OPERATIONS, pages)
 
@@ -101,13 +103,18 @@ def test_elementwise_equals_cpu(monkeypatch, emulated_library, dtype):
     def norm():
         out, out_heads = torch.empty_like(x), torch.empty_like(heads)
         ops.rms_norm(out, x, weight, 1e-5)
-        ops.rms_norm(out_heads, heads, head_weight, 1e-5)
+        ops.rms_norm(out_heads, heads, head_weight, 1e-5, 1.0)
         return [out, out_heads]
 
     def add_norm():
         out, total = torch.empty_like(x), residual.clone()
-        ops.add_rms_norm(out, total, x, weight, 1e-5)
+        ops.add_rms_norm(out, total, x, weight, 1e-5, 1.0)
         return [out, total]
+
+    def gelu():
+        out = torch.empty(5, 150, dtype=dtype)
+        ops.gelu_tanh_and_mul(out, x)
+        return [out]
 
     def silu():
         out = torch.empty(5, 150, dtype=dtype)
@@ -117,6 +124,7 @@ def test_elementwise_equals_cpu(monkeypatch, emulated_library, dtype):
     on_both(monkeypatch, emulated_library, "rms_norm", norm)
     on_both(monkeypatch, emulated_library, "add_rms_norm", add_norm)
     on_both(monkeypatch, emulated_library, "silu_and_mul", silu)
+    on_both(monkeypatch, emulated_library, "gelu_tanh_and_mul", gelu)
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])

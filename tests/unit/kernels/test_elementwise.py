@@ -17,20 +17,34 @@ def close(actual, expected, dtype):
     torch.testing.assert_close(actual.float(), expected.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-def norm(x, weight, eps):
+def norm(x, weight, eps, weight_offset=0.0):
     x = x.double()
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.double()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (weight.double() + weight_offset)
 
 
+@pytest.mark.parametrize("weight_offset", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "width"), [(1, 576), (3, 64), (5, 37), (200, 576), (0, 16)])
-def test_rms_norm(dtype, tokens, width):
+def test_rms_norm(dtype, tokens, width, weight_offset):
     x, weight = torch.randn(tokens, width).to(dtype), torch.randn(width).to(dtype)
     out = torch.empty_like(x)
-    ops.rms_norm(out, x, weight, 1e-5)
-    close(out, norm(x, weight, 1e-5), dtype)
-    ops.rms_norm(x, x, weight, 1e-5)
+    ops.rms_norm(out, x, weight, 1e-5, weight_offset)
+    close(out, norm(x, weight, 1e-5, weight_offset), dtype)
+    ops.rms_norm(x, x, weight, 1e-5, weight_offset)
     assert torch.equal(x, out)
+
+
+def test_a_weight_offset_is_added_in_float32():
+    """A 16-bit difference from 1 keeps its bits: 1 + 2^-10 does not exist in bfloat16."""
+    x, weight = torch.ones(1, 64), torch.full((64,), 2.0**-10)
+    ops.rms_norm(x, x.clone(), weight, 0.0, 1.0)
+    assert torch.equal(x, torch.full((1, 64), 1 + 2.0**-10))
+    narrow = torch.full((1, 64), 1024.0, dtype=torch.bfloat16)
+    residual = torch.zeros_like(narrow)
+    out = torch.empty_like(narrow)
+    # 0.9961 * (1 + 2^-8) rounds to 1, 0.9961 * bfloat16(1 + 2^-8) to 0.9961.
+    ops.add_rms_norm(out, residual, narrow, torch.full((64,), 2.0**-8, dtype=torch.bfloat16), 8192.0, 1.0)
+    assert float(out[0, 0]) == 1.0
 
 
 def test_rms_norm_of_heads_inside_a_fused_projection():
@@ -50,6 +64,20 @@ def test_add_rms_norm(dtype, tokens, width):
     ops.add_rms_norm(out, residual, x, weight, 1e-5)
     assert torch.equal(residual, total)
     close(out, norm(total, weight, 1e-5), dtype)
+    ops.add_rms_norm(out, residual, torch.zeros_like(x), weight, 1e-5, 1.0)
+    close(out, norm(total, weight, 1e-5, 1.0), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "width"), [(1, 1536), (7, 21), (100, 1536)])
+def test_gelu_tanh_and_mul(dtype, tokens, width):
+    gate_up = (torch.randn(tokens, 2 * width) * 3).to(dtype)
+    gate_up[0, 0] = -300.0
+    gate_up[0, 1] = 300.0
+    out = torch.empty(tokens, width, dtype=dtype)
+    ops.gelu_tanh_and_mul(out, gate_up)
+    gate, up = gate_up.double().chunk(2, -1)
+    close(out, torch.nn.functional.gelu(gate, approximate="tanh") * up, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -63,11 +63,35 @@ def test_checksums_are_xxh3_of_each_page(page_bytes):
     assert sums.tolist() == [xxhash.xxh3_64_intdigest(page.tobytes()) for page in pages]
 
 
+@pytest.mark.usefixtures("cpu_level")
+@pytest.mark.parametrize("page_bytes", [1, 240, 241, 1024, 1025, 4096, 64 * 1029, 300_001])
+@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_copies_with_checksums(page_bytes, offset, threads):
+    ops.set_num_threads(threads)
+    source, memory = pool(9, page_bytes), pool(9, page_bytes + 64)
+    begin = offset - memory.ctypes.data % 64 + 64
+    target = memory[begin : begin + 9 * page_bytes]
+    before = memory.copy()
+    to, origin = np.array([7, 0, 3, 8, 1], np.int32), np.array([1, 1, 5, 8, 0], np.int32)
+    sums = ops.copy_pages_checksummed(target.ctypes.data, to, source.ctypes.data, origin, page_bytes)
+    expected = before[begin : begin + 9 * page_bytes].reshape(9, -1).copy()
+    expected[to] = source.reshape(9, -1)[origin]
+    assert np.array_equal(target.reshape(9, -1), expected)
+    assert sums.tolist() == [xxhash.xxh3_64_intdigest(page.tobytes()) for page in expected[to]]
+    assert np.array_equal(memory[:begin], before[:begin])
+    assert np.array_equal(memory[begin + 9 * page_bytes :], before[begin + 9 * page_bytes :])
+
+
 def test_wrong_ids_are_refused():
     source = pool(2, 64)
     with pytest.raises(ops.KernelError, match="int32"):
         ops.gather_pages(source.ctypes.data, source.ctypes.data, np.array([0]), 64)
     with pytest.raises(ops.KernelError, match="length"):
         ops.copy_pages(0, np.zeros(1, np.int32), 0, np.zeros(2, np.int32), 64)
+    with pytest.raises(ops.KernelError, match="length"):
+        ops.copy_pages_checksummed(0, np.zeros(1, np.int32), 0, np.zeros(2, np.int32), 64)
+    with pytest.raises(ops.KernelError, match="shapes"):
+        ops.copy_pages_checksummed(0, np.zeros(1, np.int32), 0, np.zeros(1, np.int32), 0)
     with pytest.raises(ops.KernelError, match="shapes"):
         ops.checksum_pages(source.ctypes.data, np.zeros(1, np.int32), 0)

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from kvmesh.protocol.errors import ApiError
+from kvmesh.protocol.openai.cache import ConversationParams, KvCacheRetention, TokenRange
 from kvmesh.router.dialects.kvmesh import KvMeshDialect
 from kvmesh.router.work import Work
 
 MakeWork = Callable[..., Work]
 DIALECT = KvMeshDialect()
+CONVERSATION = ConversationParams(conversation_id="c")
 
 
 def prefill_answer(**choice: Any) -> dict[str, Any]:
@@ -45,7 +47,7 @@ def read(work: Work, answer: dict[str, Any]) -> Any:
 
 
 def test_prefill_request(make_work: MakeWork) -> None:
-    work = make_work(stream=True, temperature=0.5, conversation_id="c")
+    work = make_work(stream=True, temperature=0.5, conversation_params=CONVERSATION)
     path, body = DIALECT.prefill(work, 77)
     sent = json.loads(body)
     assert path == "/v1/completions"
@@ -83,6 +85,27 @@ def test_hand_off(make_work: MakeWork) -> None:
         "encoded_opaque_state": "c3RhdGU=",
         "ctx_usage": {"prompt_tokens": 100, "cached_tokens": 64},
     }
+
+
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+def test_what_a_request_says_about_the_cache_goes_with_every_leg(make_work: MakeWork, kind: str) -> None:
+    """§3.1, §5.1: retention and salt unchanged, the conversation in the legs' parameters."""
+    retention = KvCacheRetention(
+        token_range_retention_configs=[TokenRange(token_start=0, token_end=64, priority=90, duration_ms=5)],
+        decode_retention_priority=10,
+    )
+    work = make_work(kind, cache_salt="tenant", kv_cache_retention_config=retention, conversation_params=CONVERSATION)
+    legs = [DIALECT.whole(work), DIALECT.prefill(work, 77), DIALECT.decode(work, read(work, prefill_answer()), 77)]
+    for leg, request_type in zip(legs, ("context_and_generation", "context_only", "generation_only"), strict=True):
+        sent = json.loads(leg.body)
+        assert sent["kv_cache_retention_config"] == {
+            "token_range_retention_configs": [{"token_start": 0, "token_end": 64, "priority": 90, "duration_ms": 5}],
+            "decode_retention_priority": 10,
+        }
+        assert sent["cache_salt"] == "tenant"
+        assert sent["disaggregated_params"]["conversation_id"] == "c"
+        assert sent["disaggregated_params"]["request_type"] == request_type
+        assert "conversation_params" not in sent
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from fake_tokenizer import EOS, FakeTokenizer
 
-from kvmesh.models.detokenizer import TokenBytes, byte_to_unicode
 from kvmesh.protocol.disagg import HandOff
 from kvmesh.protocol.engine import Generate, TokenOutput
 from kvmesh.protocol.errors import ApiError
@@ -18,29 +18,9 @@ from kvmesh.protocol.sampling import TokenLogprob
 from kvmesh.worker.answers import Answerer
 from kvmesh.worker.plans import ModelFacts, Planner
 
-EOS = 256
 HANDOFF = msgspec.msgpack.encode(
     HandOff(ticket=b"t", control_endpoint="tcp://127.0.0.1:1", instance_id="c", epoch=1, layout_digest="d", seed=77)
 )
-
-
-class FakeTokenizer:
-    """Bytes are tokens; 256 ends the text."""
-
-    eos_token_ids = frozenset({EOS})
-
-    def __init__(self) -> None:
-        pieces: list[str | None] = [byte_to_unicode()[byte] for byte in range(256)]
-        decoder = {"type": "ByteLevel"}
-        self.token_bytes = TokenBytes([*pieces, "<eos>"], frozenset({EOS}), frozenset({EOS}), decoder)
-
-    def encode(self, text: str, *, add_special: bool = True) -> Any:
-        import numpy as np
-
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-
-    def apply_chat_template(self, messages: list[dict[str, str]], **kwargs: Any) -> str:
-        return "".join(f"{m['role']}:{m['content']};" for m in messages)
 
 
 class FakeEngine:

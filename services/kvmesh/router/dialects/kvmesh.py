@@ -31,12 +31,15 @@ class KvMeshDialect:
 
     def whole(self, work: Work) -> Outgoing:
         """See :class:`kvmesh.router.dialects.base.Dialect`."""
-        return Outgoing(PATHS[work.kind], encode(_leg(work.request, None, stream=work.request.stream)))
+        named, params = _conversation(work), None
+        if named is not None:
+            params = DisaggregatedParams(request_type="context_and_generation", conversation_id=named)
+        return Outgoing(PATHS[work.kind], encode(_leg(work.request, params, stream=work.request.stream)))
 
     def prefill(self, work: Work, transfer_id: int) -> Outgoing:
         """See :class:`kvmesh.router.dialects.base.Dialect`."""
         params = DisaggregatedParams(
-            request_type="context_only", disagg_request_id=transfer_id, conversation_id=work.conversation_id
+            request_type="context_only", disagg_request_id=transfer_id, conversation_id=_conversation(work)
         )
         return Outgoing(PATHS[work.kind], encode(_leg(work.request, params, stream=None)))
 
@@ -66,7 +69,7 @@ class KvMeshDialect:
             prefilled.handoff,
             request_type="generation_only",
             disagg_request_id=transfer_id,
-            conversation_id=work.conversation_id,
+            conversation_id=_conversation(work),
             ctx_usage=prefilled.usage,
         )
         return Outgoing(PATHS[work.kind], encode(_leg(work.request, params, stream=work.request.stream)))
@@ -86,9 +89,22 @@ def _leg(
     options = request.stream_options if stream else None
     if isinstance(request, ChatCompletionRequest):
         return msgspec.structs.replace(
-            request, messages=request.messages[-1:], stream=stream, stream_options=options, disaggregated_params=params
+            request,
+            messages=request.messages[-1:],
+            stream=stream,
+            stream_options=options,
+            disaggregated_params=params,
+            conversation_params=None,
         )
-    return msgspec.structs.replace(request, stream=stream, stream_options=options, disaggregated_params=params)
+    return msgspec.structs.replace(
+        request, stream=stream, stream_options=options, disaggregated_params=params, conversation_params=None
+    )
+
+
+def _conversation(work: Work) -> str | None:
+    """Told in ``disaggregated_params``: TensorRT-LLM's servers have known it there for longer."""
+    conversation = work.request.conversation_params
+    return None if conversation is None else conversation.conversation_id
 
 
 def _usage(response: dict[str, Any], work: Work) -> CtxUsage:

@@ -90,8 +90,9 @@ def single_request(
 ) -> CompletionRequest | ChatCompletionRequest:
     """The request of one sequence, everything that the router resolves being resolved; the original is not changed.
 
-    ``max_tokens`` of None leaves the limit to the worker.
+    ``max_tokens`` of None leaves the limit to the worker. A conversation goes on in one sequence, the first.
     """
+    conversation = request.conversation_params if sequence.index == 0 else None
     if isinstance(request, ChatCompletionRequest):
         return msgspec.structs.replace(
             request,
@@ -101,6 +102,7 @@ def single_request(
             max_tokens=max_tokens,
             max_completion_tokens=None,
             request_id=request_id,
+            conversation_params=conversation,
         )
     return msgspec.structs.replace(
         request,
@@ -110,6 +112,7 @@ def single_request(
         prompt=list(prompt_token_ids),
         max_tokens=max_tokens,
         request_id=request_id,
+        conversation_params=conversation,
     )
 
 

@@ -14,6 +14,7 @@ import msgspec
 
 from kvmesh.protocol.disagg import DisaggregatedParams
 from kvmesh.protocol.errors import ApiError, bad_request
+from kvmesh.protocol.openai.cache import ConversationParams, KvCacheRetention
 
 __all__ = [
     "ApiKind",
@@ -72,6 +73,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     cache_salt: str | None = None
+    kv_cache_retention_config: KvCacheRetention | None = None
+    """How long the blocks of the prompt and of the answer are worth keeping."""
+    conversation_params: ConversationParams | None = None
+    """Names the conversation of which this is a turn."""
     priority: int | None = None
     request_id: str | None = None
     disaggregated_params: DisaggregatedParams | None = None
@@ -150,7 +155,6 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True,
 
 
 _UNSUPPORTED: dict[str, str] = {
-    "kv_cache_retention_config": "retention priorities per request are not supported yet",
     "lora_request": "LoRA adapters are not supported yet",
     "lora": "LoRA adapters are not supported yet",
     "tools": "tool calling is a feature of /v1/chat/completions and is not supported yet",

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from kvmesh.protocol.disagg import DisaggregatedParams, RequestType
 from kvmesh.protocol.errors import ApiError, bad_request
+from kvmesh.protocol.openai.cache import conversation_id_of, retention_of
 from kvmesh.protocol.openai.requests import ChatCompletionRequest, ChatMessage, CompletionRequest, GenerationRequest
 from kvmesh.protocol.sampling import MAX_TEMPERATURE, REPETITION_PENALTIES
 
@@ -167,6 +168,8 @@ def _check_common(request: GenerationRequest, vocab_size: int | None) -> None:
             raise bad_request("Every value of 'logit_bias' must be between -100 and 100.", param="logit_bias")
     if request.cache_salt == "":
         raise bad_request("'cache_salt' is empty; leave it out to share the cache.", param="cache_salt")
+    retention_of(request.kv_cache_retention_config)
+    conversation_id_of(request.conversation_params, request.disaggregated_params)
     if request.request_id is not None and not _REQUEST_ID.fullmatch(request.request_id):
         raise bad_request("'request_id' must be 1 to 128 letters, digits or any of '._:-'.", param="request_id")
     if request.prompt_token_ids is not None:

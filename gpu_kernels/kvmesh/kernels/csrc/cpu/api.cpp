@@ -39,9 +39,10 @@ int kvmesh_cpu_num_threads() { return thread_count(); }
 void kvmesh_cpu_set_num_threads(int count) { set_thread_count(count); }
 
 int kvmesh_cpu_rms_norm(void* out, int64_t out_stride, const void* x, int64_t x_stride, const void* weight,
-                                   int64_t tokens, int64_t groups, int64_t width, float eps, int32_t dtype) {
+                                   int64_t tokens, int64_t groups, int64_t width, float eps, float weight_offset,
+                                   int32_t dtype) {
   if (!is_compute_dtype(dtype)) return KVMESH_BAD_DTYPE;
-  NormArgs args{out, nullptr, x, weight, out_stride, 0, x_stride, groups, width, eps};
+  NormArgs args{out, nullptr, x, weight, out_stride, 0, x_stride, groups, width, eps, weight_offset};
   for_token_ranges(tokens, args.groups * width * dtype_bytes(dtype),
                    [&](int64_t begin, int64_t end) { level().rms_norm(args, dtype, begin, end); });
   return KVMESH_OK;
@@ -49,9 +50,9 @@ int kvmesh_cpu_rms_norm(void* out, int64_t out_stride, const void* x, int64_t x_
 
 int kvmesh_cpu_add_rms_norm(void* out, int64_t out_stride, void* residual, int64_t residual_stride,
                                        const void* x, int64_t x_stride, const void* weight, int64_t tokens,
-                                       int64_t width, float eps, int32_t dtype) {
+                                       int64_t width, float eps, float weight_offset, int32_t dtype) {
   if (!is_compute_dtype(dtype)) return KVMESH_BAD_DTYPE;
-  NormArgs args{out, residual, x, weight, out_stride, residual_stride, x_stride, 1, width, eps};
+  NormArgs args{out, residual, x, weight, out_stride, residual_stride, x_stride, 1, width, eps, weight_offset};
   for_token_ranges(tokens, args.groups * width * dtype_bytes(dtype),
                    [&](int64_t begin, int64_t end) { level().rms_norm(args, dtype, begin, end); });
   return KVMESH_OK;
@@ -60,9 +61,18 @@ int kvmesh_cpu_add_rms_norm(void* out, int64_t out_stride, void* residual, int64
 int kvmesh_cpu_silu_and_mul(void* out, int64_t out_stride, const void* gate_up, int64_t gate_up_stride,
                                        int64_t tokens, int64_t width, int32_t dtype) {
   if (!is_compute_dtype(dtype)) return KVMESH_BAD_DTYPE;
-  SiluArgs args{out, gate_up, out_stride, gate_up_stride, width};
+  GateArgs args{out, gate_up, out_stride, gate_up_stride, width};
   for_token_ranges(tokens, 2 * width * dtype_bytes(dtype),
                    [&](int64_t begin, int64_t end) { level().silu_and_mul(args, dtype, begin, end); });
+  return KVMESH_OK;
+}
+
+int kvmesh_cpu_gelu_tanh_and_mul(void* out, int64_t out_stride, const void* gate_up, int64_t gate_up_stride,
+                                            int64_t tokens, int64_t width, int32_t dtype) {
+  if (!is_compute_dtype(dtype)) return KVMESH_BAD_DTYPE;
+  GateArgs args{out, gate_up, out_stride, gate_up_stride, width};
+  for_token_ranges(tokens, 2 * width * dtype_bytes(dtype),
+                   [&](int64_t begin, int64_t end) { level().gelu_tanh_and_mul(args, dtype, begin, end); });
   return KVMESH_OK;
 }
 

@@ -1,4 +1,5 @@
-// XXH3-64 (seed 0) of a page, its loop over 64-byte stripes in vectors. Compiled once per level.
+// XXH3-64 (seed 0) of a page, its loop over 64-byte stripes in vectors, alone or while copying the page. Compiled once
+// per level.
 #include "../ext/xxh3.h"
 #include "kernels.h"
 #include "simd.h"
@@ -43,9 +44,42 @@ KVM_INLINE VLong swap_pairs(VLong v) {
 #endif
 }
 
-KVM_INLINE void accumulate(Accumulators& acc, const uint8_t* data, const uint8_t* secret) {
+// What happens to the bytes besides being summed: nothing.
+struct OnlySum {
+  KVM_INLINE void keep(const uint8_t*, VLong) const {}
+  // Deals with the last 1..64 bytes; returns where they, and those before them, are to be read.
+  KVM_INLINE const uint8_t* keep_last(const uint8_t* from, size_t) const { return from; }
+};
+
+// They are copied from one register to both: the sum is that of the copy, whatever happens to the source meanwhile.
+// Streaming writes pass the caches by, and need an aligned destination.
+template <bool kStream>
+struct Copy {
+  ptrdiff_t shift;  // from a byte of the source to its copy
+
+  KVM_INLINE void keep(const uint8_t* from, VLong value) const {
+    uint8_t* to = const_cast<uint8_t*>(from) + shift;
+#if defined(__AVX512F__)
+    if (kStream) return _mm512_stream_si512((__m512i*)to, (__m512i)value);
+#elif defined(__AVX2__)
+    if (kStream) return _mm256_stream_si256((__m256i*)to, (__m256i)value);
+#elif defined(__x86_64__)
+    if (kStream) return _mm_stream_si128((__m128i*)to, (__m128i)value);
+#endif
+    store_bits(to, value);
+  }
+  KVM_INLINE const uint8_t* keep_last(const uint8_t* from, size_t bytes) const {
+    uint8_t* to = const_cast<uint8_t*>(from) + shift;
+    memcpy(to, from, bytes);
+    return to;
+  }
+};
+
+template <class Keep>
+KVM_INLINE void accumulate(Accumulators& acc, const uint8_t* data, const uint8_t* secret, Keep also) {
   for (int p = 0; p < kParts; ++p) {
     VLong value = load_bits<VLong>(data + p * sizeof(VLong));
+    also.keep(data + p * sizeof(VLong), value);
     VLong key = value ^ load_bits<VLong>(secret + p * sizeof(VLong));
     acc.part[p] += swap_pairs(value) + multiply_low(key, key >> 32);
   }
@@ -66,10 +100,9 @@ KVM_INLINE uint64_t fold_product(uint64_t a, uint64_t b) {
   return uint64_t(product) ^ uint64_t(product >> 64);
 }
 
-}  // namespace
-
-uint64_t checksum(const uint8_t* data, size_t bytes) {
-  if (bytes <= kShort) return xxh3_64(data, bytes, 0);
+// For more than kShort bytes.
+template <class Keep>
+KVM_INLINE uint64_t sum_long(const uint8_t* data, size_t bytes, Keep also) {
   const uint8_t* secret = xxh3_secret();
   const uint64_t start[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
                              kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
@@ -78,13 +111,15 @@ uint64_t checksum(const uint8_t* data, size_t bytes) {
   for (size_t block = 0; block < blocks; ++block, data += kBlock) {
     for (size_t s = 0; s < kStripesPerBlock; ++s) {
       __builtin_prefetch(data + s * kStripe + kPrefetch);
-      accumulate(acc, data + s * kStripe, secret + 8 * s);
+      accumulate(acc, data + s * kStripe, secret + 8 * s, also);
     }
     scramble(acc, secret + kSecretBytes - kStripe);
   }
   size_t rest = bytes - blocks * kBlock, stripes = (rest - 1) / kStripe;
-  for (size_t s = 0; s < stripes; ++s) accumulate(acc, data + s * kStripe, secret + 8 * s);
-  accumulate(acc, data + rest - kStripe, secret + kSecretBytes - kStripe - 7);
+  for (size_t s = 0; s < stripes; ++s) accumulate(acc, data + s * kStripe, secret + 8 * s, also);
+  size_t last = rest - stripes * kStripe;
+  const uint8_t* end = also.keep_last(data + stripes * kStripe, last) + last;
+  accumulate(acc, end - kStripe, secret + kSecretBytes - kStripe - 7, OnlySum{});
   uint64_t lanes[8];
   store_bits(lanes, acc);
   uint64_t hash = bytes * kPrime64_1;
@@ -93,6 +128,25 @@ uint64_t checksum(const uint8_t* data, size_t bytes) {
   hash ^= hash >> 37;
   hash *= 0x165667919E3779F9;
   return hash ^ (hash >> 32);
+}
+
+}  // namespace
+
+uint64_t checksum(const uint8_t* data, size_t bytes) {
+  return bytes <= kShort ? xxh3_64(data, bytes, 0) : sum_long(data, bytes, OnlySum{});
+}
+
+uint64_t copy_checksum(uint8_t* to, const uint8_t* from, size_t bytes, bool stream) {
+  if (bytes <= kShort) {
+    memcpy(to, from, bytes);
+    return xxh3_64(to, bytes, 0);
+  }
+  if (!stream || reinterpret_cast<uintptr_t>(to) % kStripe != 0) return sum_long(from, bytes, Copy<false>{to - from});
+  uint64_t sum = sum_long(from, bytes, Copy<true>{to - from});
+#if defined(__x86_64__)
+  _mm_sfence();  // streaming writes are ordered with nothing else, such as the news that the copy is done
+#endif
+  return sum;
 }
 
 KVM_END

@@ -1,6 +1,7 @@
-// Row-wise kernels: RMS norm, SiLU gate, rotary embedding and the store into pages. Compiled once per level.
+// Row-wise kernels: RMS norm, gated activations, rotary embedding and the store into pages. Compiled once per level.
 #include <math.h>
 
+#include "../core/activations.h"
 #include "../core/paging.h"
 #include "kernels.h"
 #include "simd.h"
@@ -10,7 +11,8 @@ namespace {
 
 // Normalises one row; with a residual, x is added to it first and the sum is what gets normalised.
 template <class T>
-void rms_norm_row(T* out, T* residual, const T* x, const T* weight, int64_t width, float eps) {
+void rms_norm_row(T* out, T* residual, const T* x, const T* weight, int64_t width, float eps,
+                  float weight_offset) {
   int64_t whole = width / kLanes * kLanes;
   VFloat squares{};
   float tail = 0.0f;
@@ -27,8 +29,9 @@ void rms_norm_row(T* out, T* residual, const T* x, const T* weight, int64_t widt
   for (int64_t i = whole; i < width; ++i) tail += to_float(x[i]) * to_float(x[i]);
   float inverse = 1.0f / sqrtf((sum(squares) + tail) / float(width) + eps);
   for (int64_t i = 0; i < whole; i += kLanes)
-    Lanes<T>::store(out + i, Lanes<T>::load(x + i) * inverse * Lanes<T>::load(weight + i));
-  for (int64_t i = whole; i < width; ++i) out[i] = from_float<T>(to_float(x[i]) * inverse * to_float(weight[i]));
+    Lanes<T>::store(out + i, Lanes<T>::load(x + i) * inverse * (Lanes<T>::load(weight + i) + weight_offset));
+  for (int64_t i = whole; i < width; ++i)
+    out[i] = from_float<T>(to_float(x[i]) * inverse * (to_float(weight[i]) + weight_offset));
 }
 
 template <class T>
@@ -38,24 +41,33 @@ void rms_norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
       T* residual = a.residual == nullptr ? nullptr : static_cast<T*>(a.residual) + t * a.residual_stride + g * a.width;
       rms_norm_row(static_cast<T*>(a.out) + t * a.out_stride + g * a.width, residual,
                    static_cast<const T*>(a.x) + t * a.x_stride + g * a.width, static_cast<const T*>(a.weight), a.width,
-                   a.eps);
+                   a.eps, a.weight_offset);
     }
   }
 }
 
-template <class T>
-void silu_rows(const SiluArgs& a, int64_t begin, int64_t end) {
+struct Silu {
+  static VFloat of(VFloat x) { return sigmoid_times(x, x); }
+  static float of(float x) { return x / (1.0f + expf(-x)); }
+};
+
+// The tanh approximation of GELU, x / 2 * (1 + tanh(y)), as x * sigmoid(2 y): that does not cancel where tanh is near -1.
+struct GeluTanh {
+  static VFloat of(VFloat x) { return sigmoid_times((x * x * x * kGeluCubic + x) * kGeluLinear, x); }
+  static float of(float x) { return x / (1.0f + expf((x * x * x * kGeluCubic + x) * -kGeluLinear)); }
+};
+
+template <class Activation, class T>
+void gate_rows(const GateArgs& a, int64_t begin, int64_t end) {
   int64_t whole = a.width / kLanes * kLanes;
   for (int64_t t = begin; t < end; ++t) {
     const T* gate = static_cast<const T*>(a.gate_up) + t * a.gate_up_stride;
     const T* up = gate + a.width;
     T* out = static_cast<T*>(a.out) + t * a.out_stride;
     for (int64_t i = 0; i < whole; i += kLanes)
-      Lanes<T>::store(out + i, silu_lanes(Lanes<T>::load(gate + i)) * Lanes<T>::load(up + i));
-    for (int64_t i = whole; i < a.width; ++i) {
-      float g = to_float(gate[i]);
-      out[i] = from_float<T>(g / (1.0f + expf(-g)) * to_float(up[i]));
-    }
+      Lanes<T>::store(out + i, Activation::of(Lanes<T>::load(gate + i)) * Lanes<T>::load(up + i));
+    for (int64_t i = whole; i < a.width; ++i)
+      out[i] = from_float<T>(Activation::of(to_float(gate[i])) * to_float(up[i]));
   }
 }
 
@@ -121,6 +133,13 @@ void store_rows_from(const StoreArgs& a, int64_t begin, int64_t end) {
   }
 }
 
+template <class Activation>
+void gate(const GateArgs& a, int32_t dtype, int64_t begin, int64_t end) {
+  if (dtype == kFloat32) gate_rows<Activation, Float32>(a, begin, end);
+  else if (dtype == kFloat16) gate_rows<Activation, Float16>(a, begin, end);
+  else gate_rows<Activation, BFloat16>(a, begin, end);
+}
+
 }  // namespace
 
 void rms_norm(const NormArgs& a, int32_t dtype, int64_t begin, int64_t end) {
@@ -129,10 +148,12 @@ void rms_norm(const NormArgs& a, int32_t dtype, int64_t begin, int64_t end) {
   else rms_norm_rows<BFloat16>(a, begin, end);
 }
 
-void silu_and_mul(const SiluArgs& a, int32_t dtype, int64_t begin, int64_t end) {
-  if (dtype == kFloat32) silu_rows<Float32>(a, begin, end);
-  else if (dtype == kFloat16) silu_rows<Float16>(a, begin, end);
-  else silu_rows<BFloat16>(a, begin, end);
+void silu_and_mul(const GateArgs& a, int32_t dtype, int64_t begin, int64_t end) {
+  gate<Silu>(a, dtype, begin, end);
+}
+
+void gelu_tanh_and_mul(const GateArgs& a, int32_t dtype, int64_t begin, int64_t end) {
+  gate<GeluTanh>(a, dtype, begin, end);
 }
 
 void rope(const RopeArgs& a, int32_t dtype, int64_t begin, int64_t end) {

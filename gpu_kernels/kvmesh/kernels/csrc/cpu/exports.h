@@ -13,12 +13,15 @@ KVMESH_API void kvmesh_cpu_set_num_threads(int count);
 KVMESH_API const kvmesh_entry* kvmesh_cpu_entry(const char* name);
 
 KVMESH_API int kvmesh_cpu_rms_norm(void* out, int64_t out_stride, const void* x, int64_t x_stride, const void* weight,
-                                   int64_t tokens, int64_t groups, int64_t width, float eps, int32_t dtype);
+                                   int64_t tokens, int64_t groups, int64_t width, float eps, float weight_offset,
+                                   int32_t dtype);
 KVMESH_API int kvmesh_cpu_add_rms_norm(void* out, int64_t out_stride, void* residual, int64_t residual_stride,
                                        const void* x, int64_t x_stride, const void* weight, int64_t tokens,
-                                       int64_t width, float eps, int32_t dtype);
+                                       int64_t width, float eps, float weight_offset, int32_t dtype);
 KVMESH_API int kvmesh_cpu_silu_and_mul(void* out, int64_t out_stride, const void* gate_up, int64_t gate_up_stride,
                                        int64_t tokens, int64_t width, int32_t dtype);
+KVMESH_API int kvmesh_cpu_gelu_tanh_and_mul(void* out, int64_t out_stride, const void* gate_up,
+                                            int64_t gate_up_stride, int64_t tokens, int64_t width, int32_t dtype);
 KVMESH_API int kvmesh_cpu_store_kv(const void* k, int64_t k_stride, const void* v, int64_t v_stride, int32_t dtype,
                                    const kvmesh_paged_kv* kv, const int64_t* slots, int64_t tokens);
 KVMESH_API int kvmesh_cpu_rope_store_kv(void* q, int64_t q_stride, void* k, int64_t k_stride, const void* v,
@@ -39,6 +42,9 @@ KVMESH_API int kvmesh_cpu_scatter_pages(uint8_t* base, const uint8_t* source, co
                                         int64_t page_bytes, int64_t stride_bytes);
 KVMESH_API int kvmesh_cpu_copy_pages(uint8_t* to_base, const int32_t* to_ids, const uint8_t* from_base,
                                      const int32_t* from_ids, int64_t count, int64_t page_bytes);
+KVMESH_API int kvmesh_cpu_copy_pages_checksummed(uint64_t* sums, uint8_t* to_base, const int32_t* to_ids,
+                                                 const uint8_t* from_base, const int32_t* from_ids, int64_t count,
+                                                 int64_t page_bytes);
 KVMESH_API int kvmesh_cpu_checksum_pages(uint64_t* sums, const uint8_t* base, const int32_t* ids, int64_t count,
                                          int64_t page_bytes, int64_t stride_bytes);
 

@@ -7,7 +7,8 @@
 KVM_BEGIN
 
 void rms_norm(const NormArgs& a, int32_t dtype, int64_t begin, int64_t end);
-void silu_and_mul(const SiluArgs& a, int32_t dtype, int64_t begin, int64_t end);
+void silu_and_mul(const GateArgs& a, int32_t dtype, int64_t begin, int64_t end);
+void gelu_tanh_and_mul(const GateArgs& a, int32_t dtype, int64_t begin, int64_t end);
 void rope(const RopeArgs& a, int32_t dtype, int64_t begin, int64_t end);
 void store_kv(const StoreArgs& a, int64_t begin, int64_t end);
 
@@ -24,6 +25,6 @@ void linear_q4_1(const LinearArgs& a, int64_t panel_begin, int64_t panel_end);
 void linear_q8_0(const LinearArgs& a, int64_t panel_begin, int64_t panel_end);
 
 uint64_t checksum(const uint8_t* data, size_t bytes);
-
+uint64_t copy_checksum(uint8_t* to, const uint8_t* from, size_t bytes, bool stream);
 
 KVM_END

@@ -14,10 +14,10 @@ struct NormArgs {
   const void* x;
   const void* weight;
   int64_t out_stride, residual_stride, x_stride, groups, width;  // groups: rows of one token (heads)
-  float eps;
+  float eps, weight_offset;  // every weight is weight_offset + weight
 };
 
-struct SiluArgs {
+struct GateArgs {
   void* out;
   const void* gate_up;
   int64_t out_stride, gate_up_stride, width;
@@ -78,7 +78,8 @@ struct LinearArgs {
 struct LevelTable {
   const char* name;
   void (*rms_norm)(const NormArgs&, int32_t dtype, int64_t begin, int64_t end);
-  void (*silu_and_mul)(const SiluArgs&, int32_t dtype, int64_t begin, int64_t end);
+  void (*silu_and_mul)(const GateArgs&, int32_t dtype, int64_t begin, int64_t end);
+  void (*gelu_tanh_and_mul)(const GateArgs&, int32_t dtype, int64_t begin, int64_t end);
   void (*rope)(const RopeArgs&, int32_t dtype, int64_t begin, int64_t end);
   void (*store_kv)(const StoreArgs&, int64_t begin, int64_t end);
   int attention_tile_rows;  // query rows of one prefill task at most
@@ -91,6 +92,7 @@ struct LevelTable {
   void (*linear_q4_1)(const LinearArgs&, int64_t panel_begin, int64_t panel_end);
   void (*linear_q8_0)(const LinearArgs&, int64_t panel_begin, int64_t panel_end);
   uint64_t (*checksum)(const uint8_t* data, size_t bytes);  // XXH3-64, seed 0
+  uint64_t (*copy_checksum)(uint8_t* to, const uint8_t* from, size_t bytes, bool stream);  // stream: past the caches
 };
 
 // The level in use: the best one of this CPU, unless choose_level took another.

@@ -63,6 +63,24 @@ int kvmesh_cpu_copy_pages(uint8_t* to_base, const int32_t* to_ids, const uint8_t
   return KVMESH_OK;
 }
 
+int kvmesh_cpu_copy_pages_checksummed(uint64_t* sums, uint8_t* to_base, const int32_t* to_ids,
+                                      const uint8_t* from_base, const int32_t* from_ids, int64_t count,
+                                      int64_t page_bytes) {
+  if (count < 0 || page_bytes <= 0) return KVMESH_BAD_SHAPE;
+  auto copy = kvmesh::level().copy_checksum;
+  // Few pages are read again while they are in the caches, many are not.
+  bool many = count * page_bytes >= kvmesh::kParallelBytes;
+  auto page = [=](int64_t i) {
+    sums[i] = copy(to_base + to_ids[i] * page_bytes, from_base + from_ids[i] * page_bytes, size_t(page_bytes), many);
+  };
+  if (!many) {
+    for (int64_t i = 0; i < count; ++i) page(i);
+  } else {
+    parallel_for(count, page);
+  }
+  return KVMESH_OK;
+}
+
 int kvmesh_cpu_checksum_pages(uint64_t* sums, const uint8_t* base, const int32_t* ids, int64_t count,
                                          int64_t page_bytes, int64_t stride_bytes) {
   if (count < 0 || page_bytes <= 0) return KVMESH_BAD_SHAPE;

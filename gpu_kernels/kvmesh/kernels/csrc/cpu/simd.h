@@ -305,10 +305,11 @@ KVM_INLINE VFloat tanh_lanes(VFloat x) {
   return 1.0f - 2.0f / (exp2_lanes(bounded * kTwoLog2E) + 1.0f);
 }
 
-KVM_INLINE VFloat silu_lanes(VFloat x) {
+// factor * sigmoid(x)
+KVM_INLINE VFloat sigmoid_times(VFloat x, VFloat factor) {
   constexpr float kLog2E = 1.44269504088896340736f;
   VFloat bounded = maximum(x, splat(-87.0f));  // beyond, the result is 0 within float32
-  return x / (1.0f + exp2_lanes(bounded * -kLog2E));
+  return factor / (1.0f + exp2_lanes(bounded * -kLog2E));
 }
 
 KVM_END

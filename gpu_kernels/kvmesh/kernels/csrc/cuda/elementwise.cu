@@ -1,4 +1,5 @@
-// Row-wise kernels on the GPU: RMS norm, SiLU gate, rotary embedding and the store into pages. One block per token.
+// Row-wise kernels on the GPU: RMS norm, gated activations, rotary embedding, the store into pages. One block per token.
+#include "../core/activations.h"
 #include "../core/paging.h"
 #include "common.cuh"
 
@@ -9,7 +10,7 @@ constexpr int kThreads = 256;
 
 template <class T>
 __global__ void rms_norm_kernel(T* out, int64_t out_stride, T* residual, int64_t residual_stride, const T* x,
-                                int64_t x_stride, const T* weight, int64_t width, float eps) {
+                                int64_t x_stride, const T* weight, int64_t width, float eps, float weight_offset) {
   float* partial = reinterpret_cast<float*>(kvmesh_dynamic_memory);
   int64_t token = blockIdx.x, group = int64_t(blockIdx.y) * width;
   const T* source = x + token * x_stride + group;
@@ -32,17 +33,27 @@ __global__ void rms_norm_kernel(T* out, int64_t out_stride, T* residual, int64_t
   float inverse = 1.0f / sqrtf(total / float(width) + eps);
   for (int64_t i = threadIdx.x; i < width; i += blockDim.x) {
     float value = to_float(sums != nullptr ? sums[i] : source[i]);
-    target[i] = from_float<T>(value * inverse * to_float(weight[i]));
+    target[i] = from_float<T>(value * inverse * (to_float(weight[i]) + weight_offset));
   }
 }
 
-template <class T>
-__global__ void silu_kernel(T* out, int64_t out_stride, const T* gate_up, int64_t gate_up_stride, int64_t width) {
+struct Silu {
+  static __device__ __forceinline__ float of(float x) { return x / (1.0f + expf(-x)); }
+};
+
+// The tanh approximation of GELU.
+struct GeluTanh {
+  static __device__ __forceinline__ float of(float x) {
+    return x / (1.0f + expf((x * x * x * kGeluCubic + x) * -kGeluLinear));
+  }
+};
+
+template <class Activation, class T>
+__global__ void gate_kernel(T* out, int64_t out_stride, const T* gate_up, int64_t gate_up_stride, int64_t width) {
   int64_t token = blockIdx.x;
   const T* gate = gate_up + token * gate_up_stride;
   for (int64_t i = int64_t(blockIdx.y) * blockDim.x + threadIdx.x; i < width; i += int64_t(gridDim.y) * blockDim.x) {
-    float g = to_float(gate[i]);
-    out[token * out_stride + i] = from_float<T>(g / (1.0f + expf(-g)) * to_float(gate[width + i]));
+    out[token * out_stride + i] = from_float<T>(Activation::of(to_float(gate[i])) * to_float(gate[width + i]));
   }
 }
 
@@ -86,10 +97,23 @@ __global__ void rope_store_kernel(From* q, int64_t q_stride, From* k, int64_t k_
 
 template <class T>
 int norm(void* out, int64_t out_stride, void* residual, int64_t residual_stride, const void* x, int64_t x_stride,
-         const void* weight, int64_t tokens, int64_t groups, int64_t width, float eps, void* stream) {
+         const void* weight, int64_t tokens, int64_t groups, int64_t width, float eps, float weight_offset,
+         void* stream) {
   return launch(rms_norm_kernel<T>, dim3(unsigned(tokens), unsigned(groups)), kThreads,
                 kThreads / kWarp * sizeof(float), stream, static_cast<T*>(out), out_stride, static_cast<T*>(residual),
-                residual_stride, static_cast<const T*>(x), x_stride, static_cast<const T*>(weight), width, eps);
+                residual_stride, static_cast<const T*>(x), x_stride, static_cast<const T*>(weight), width, eps,
+                weight_offset);
+}
+
+template <class Activation>
+int gate(void* out, int64_t out_stride, const void* gate_up, int64_t gate_up_stride, int64_t tokens, int64_t width,
+         int32_t dtype, void* stream) {
+  return with_compute_type(dtype, [&](auto type) {
+    using T = decltype(type);
+    unsigned columns = unsigned((width + kThreads - 1) / kThreads);
+    return launch(gate_kernel<Activation, T>, dim3(unsigned(tokens), columns), kThreads, 0, stream,
+                  static_cast<T*>(out), out_stride, static_cast<const T*>(gate_up), gate_up_stride, width);
+  });
 }
 
 }  // namespace
@@ -100,30 +124,32 @@ using namespace kvmesh;
 KVMESH_API int kvmesh_cuda_abi_version() { return KVMESH_ABI_VERSION; }
 
 KVMESH_API int kvmesh_cuda_rms_norm(void* out, int64_t out_stride, const void* x, int64_t x_stride, const void* weight,
-                                    int64_t tokens, int64_t groups, int64_t width, float eps, int32_t dtype,
-                                    void* stream) {
+                                    int64_t tokens, int64_t groups, int64_t width, float eps, float weight_offset,
+                                    int32_t dtype, void* stream) {
   return with_compute_type(dtype, [&](auto type) {
-    return norm<decltype(type)>(out, out_stride, nullptr, 0, x, x_stride, weight, tokens, groups, width, eps, stream);
+    return norm<decltype(type)>(out, out_stride, nullptr, 0, x, x_stride, weight, tokens, groups, width, eps,
+                               weight_offset, stream);
   });
 }
 
 KVMESH_API int kvmesh_cuda_add_rms_norm(void* out, int64_t out_stride, void* residual, int64_t residual_stride,
                                         const void* x, int64_t x_stride, const void* weight, int64_t tokens,
-                                        int64_t width, float eps, int32_t dtype, void* stream) {
+                                        int64_t width, float eps, float weight_offset, int32_t dtype,
+                                        void* stream) {
   return with_compute_type(dtype, [&](auto type) {
     return norm<decltype(type)>(out, out_stride, residual, residual_stride, x, x_stride, weight, tokens, 1, width, eps,
-                                stream);
+                                weight_offset, stream);
   });
 }
 
 KVMESH_API int kvmesh_cuda_silu_and_mul(void* out, int64_t out_stride, const void* gate_up, int64_t gate_up_stride,
                                         int64_t tokens, int64_t width, int32_t dtype, void* stream) {
-  return with_compute_type(dtype, [&](auto type) {
-    using T = decltype(type);
-    unsigned columns = unsigned((width + kThreads - 1) / kThreads);
-    return launch(silu_kernel<T>, dim3(unsigned(tokens), columns), kThreads, 0, stream, static_cast<T*>(out),
-                  out_stride, static_cast<const T*>(gate_up), gate_up_stride, width);
-  });
+  return gate<Silu>(out, out_stride, gate_up, gate_up_stride, tokens, width, dtype, stream);
+}
+
+KVMESH_API int kvmesh_cuda_gelu_tanh_and_mul(void* out, int64_t out_stride, const void* gate_up, int64_t gate_up_stride,
+                                             int64_t tokens, int64_t width, int32_t dtype, void* stream) {
+  return gate<GeluTanh>(out, out_stride, gate_up, gate_up_stride, tokens, width, dtype, stream);
 }
 
 KVMESH_API int kvmesh_cuda_store_kv(const void* k, int64_t k_stride, const void* v, int64_t v_stride, int32_t dtype,

@@ -10,48 +10,19 @@
 #include <memory>
 #include <new>
 
+#include "buffer_view.h"
 #include "sha256.h"
 #include "xxh3.h"
 
 namespace {
 
 using kvmesh::kSha256Bytes;
+using View = kvmesh::BufferView;
 
 // Below this many bytes the work is shorter than giving up the GIL is worth.
 constexpr Py_ssize_t kReleaseGilBytes = 64 * 1024;
 
 constexpr Py_ssize_t kTokenBytes = 4;
-
-// A buffer of the caller, released when this goes out of scope.
-class View {
- public:
-  View() = default;
-  View(const View&) = delete;
-  View& operator=(const View&) = delete;
-  ~View() {
-    if (held_) PyBuffer_Release(&view_);
-  }
-
-  // item_bytes 1 accepts any contiguous buffer. On failure an exception is set.
-  bool acquire(PyObject* object, Py_ssize_t item_bytes, bool writable, const char* what) {
-    const int flags = PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0);
-    if (PyObject_GetBuffer(object, &view_, flags) != 0) return false;
-    held_ = true;
-    if (item_bytes != 1 && view_.itemsize != item_bytes) {
-      PyErr_Format(PyExc_TypeError, "%s must be a buffer of %zd-byte integers", what, item_bytes);
-      return false;
-    }
-    return true;
-  }
-
-  const uint8_t* data() const { return static_cast<const uint8_t*>(view_.buf); }
-  uint64_t* words() const { return static_cast<uint64_t*>(view_.buf); }
-  Py_ssize_t size() const { return view_.len; }
-
- private:
-  Py_buffer view_{};
-  bool held_ = false;
-};
 
 // Runs `work` without the GIL when it is long enough.
 template <typename Work>

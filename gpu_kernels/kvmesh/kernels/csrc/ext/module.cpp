@@ -7,11 +7,12 @@
 
 extern "C" PyMethodDef kvmesh_hashing_methods[];
 extern "C" int kvmesh_calls_init(PyObject* module);
+extern "C" int kvmesh_key_index_init(PyObject* module);
 
 namespace {
 
 PyMethodDef* const kTables[] = {kvmesh_hashing_methods};
-int (*const kInitializers[])(PyObject*) = {kvmesh_calls_init};
+int (*const kInitializers[])(PyObject*) = {kvmesh_calls_init, kvmesh_key_index_init};
 
 int fill_module(PyObject* module) {
   for (PyMethodDef* table : kTables)

@@ -1,4 +1,4 @@
-"""Llama against transformers: same logits for any shape, whatever the chunking and whoever shares the batch."""
+"""Every architecture against transformers: same logits for any shape, whatever the chunking and whoever shares the batch."""
 
 from __future__ import annotations
 
@@ -23,24 +23,38 @@ LLAMA3 = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
-CONFIGS: dict[str, dict[str, Any]] = {
-    "grouped": {},
-    "one-kv-head": {"num_key_value_heads": 1, "num_hidden_layers": 1},
-    "multi-head": {"num_key_value_heads": 4, "num_hidden_layers": 3},
-    "nine-heads-over-three": {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3},
-    "head-dim-apart-from-hidden": {"head_dim": 32},
-    "tied": {"tie_word_embeddings": True},
-    "biases": {"attention_bias": True, "mlp_bias": True},
-    "rope-linear": {"rope_parameters": LINEAR},
-    "rope-llama3": {"rope_parameters": LLAMA3},
-    "mistral-window": {"sliding_window": 7},
+GEMMA3_ROPE = {
+    "full_attention": {**LINEAR, "rope_theta": 100000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}
+
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "grouped": ("llama", {}),
+    "one-kv-head": ("llama", {"num_key_value_heads": 1, "num_hidden_layers": 1}),
+    "multi-head": ("llama", {"num_key_value_heads": 4, "num_hidden_layers": 3}),
+    "nine-heads-over-three": ("llama", {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3}),
+    "head-dim-apart-from-hidden": ("llama", {"head_dim": 32}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "rope-linear": ("llama", {"rope_parameters": LINEAR}),
+    "rope-llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "mistral": ("mistral", {}),
+    "mistral-full": ("mistral", {"sliding_window": None}),
+    "gemma2": ("gemma2", {}),
+    "gemma2-without-caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma2-layer-types": ("gemma2", {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}),
+    "gemma2-untied": ("gemma2", {"tie_word_embeddings": False, "attention_bias": True}),
+    "gemma3": ("gemma3", {}),
+    "gemma3-ropes": ("gemma3", {"rope_parameters": GEMMA3_ROPE, "num_attention_heads": 8, "num_key_value_heads": 1}),
+    "gemma3-pattern": ("gemma3", {"sliding_window_pattern": 3}),
 }
 
 
 @pytest.fixture(params=CONFIGS.values(), ids=CONFIGS.keys())
-def pair(request: pytest.FixtureRequest, tiny_llama: Any, tmp_path: Path) -> tuple[Any, Any]:
+def pair(request: pytest.FixtureRequest, tiny_model: Any, tmp_path: Path) -> tuple[Any, Any]:
     """The same weights in transformers and here."""
-    reference = tiny_llama(**request.param)
+    family, overrides = request.param
+    reference = tiny_model(family, **overrides)
     reference.save_pretrained(tmp_path)
     return reference, load_model(resolve_model(str(tmp_path)))
 
@@ -83,6 +97,24 @@ def test_chunks_and_decodes_share_steps(pair: Any, runner: Any) -> None:
         step += 1
 
 
+def test_greedy_continuation(pair: Any, runner: Any) -> None:
+    """The same 24 tokens as ``generate``, from a prompt that is longer than the window."""
+    reference, model = pair
+    ids = prompt(21, 8)
+    reference.generation_config.eos_token_id = None
+    expected = reference.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, pad_token_id=0)
+    assert runner(model).greedy(ids, 24, chunk=8)[0] == expected[0, len(ids) :].tolist()
+
+
+def test_shards(tiny_model: Any, tmp_path: Path, runner: Any) -> None:
+    reference = tiny_model("gemma3")
+    reference.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    ids = prompt(30, 9)
+    logits = runner(load_model(resolve_model(str(tmp_path)))).step({"a": ids})
+    torch.testing.assert_close(logits[0], reference_logits(reference, ids)[-1], atol=TOLERANCE, rtol=0)
+
+
 def test_only_wanted_rows_are_computed(tiny_llama: Any, tmp_path: Path, runner: Any) -> None:
     reference = tiny_llama()
     reference.save_pretrained(tmp_path)
@@ -96,8 +128,12 @@ def test_only_wanted_rows_are_computed(tiny_llama: Any, tmp_path: Path, runner: 
     assert logits.dtype == torch.float32
 
 
-def test_embeddings_replace_the_lookup(tiny_llama: Any, tmp_path: Path, runner: Any, monkeypatch: Any) -> None:
-    reference = tiny_llama()
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_embeddings_replace_the_lookup(
+    family: str, tiny_model: Any, tmp_path: Path, runner: Any, monkeypatch: Any
+) -> None:
+    """What is given is what transformers' embedding layer puts out, Gemma's scale included."""
+    reference = tiny_model(family)
     reference.save_pretrained(tmp_path)
     model = load_model(resolve_model(str(tmp_path)))
     ids = prompt(9, 4)
@@ -136,9 +172,10 @@ def test_a_shorter_limit_makes_shorter_tables(tiny_llama: Any, tmp_path: Path, r
         load_model(source, max_seq_len=129)
 
 
-def test_sixteen_bit_computation(tiny_llama: Any, tmp_path: Path, runner: Any) -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
+def test_sixteen_bit_computation(family: str, tiny_model: Any, tmp_path: Path, runner: Any) -> None:
     """The code that serves GPUs, run on the CPU: the same model in bfloat16, to that format's precision."""
-    reference = tiny_llama()
+    reference = tiny_model(family)
     reference.save_pretrained(tmp_path)
     model = load_model(resolve_model(str(tmp_path)), dtype=torch.bfloat16)
     assert {layer.dtype for layer in model.cache_requirements().layers} == {"bfloat16"}
