@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from kvmesh.cache.events import StoredBlocks
 from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
 from kvmesh.cache.manager import KvCacheManager
 from kvmesh.cache.settings import CacheSettings
+from kvmesh.cache.storage import Storage
 from kvmesh.hashing import v2_root
 
 BUDGET = 1 << 24
@@ -25,15 +27,18 @@ class RecordingSink:
         self.parents: dict[bytes, bytes | None] = {}
         self.tokens: dict[bytes, list[int]] = {}
         self.others: dict[int, set[bytes]] = {}
+        self.levels: dict[tuple[int, bytes], int] = {}
+        self.moves: list[tuple[int, int]] = []
 
     def on_created(self, tiers: Sequence[str], num_pages: Sequence[Sequence[int]]) -> None:
-        assert tiers == ("gpu",)
-        assert all(len(levels) == 1 for levels in num_pages)
+        assert tiers[0] == "gpu"
+        assert all(len(levels) == len(tiers) for levels in num_pages)
 
     def on_stored(self, group: int, blocks: StoredBlocks) -> None:
         assert len(blocks.keys) == len(blocks.token_ids) == len(blocks.priorities) > 0
+        for key in blocks.keys:
+            self.levels[group, key] = blocks.level
         if group:
-            assert set(blocks.keys) <= self.parents.keys()
             assert not self.others.setdefault(group, set()) & set(blocks.keys), "stored twice"
             self.others[group].update(blocks.keys)
             return
@@ -50,7 +55,8 @@ class RecordingSink:
 
     def on_removed(self, group: int, keys: Sequence[bytes], level: int) -> None:
         assert keys
-        assert level == 0
+        for key in keys:
+            assert self.levels.pop((group, key)) == level
         if group:
             for key in keys:
                 self.others[group].remove(key)
@@ -61,7 +67,10 @@ class RecordingSink:
         self.log.append(("removed", [self.tokens[key] for key in keys]))
 
     def on_moved(self, group: int, keys: Sequence[bytes], old_level: int, new_level: int) -> None:
-        raise AssertionError("there is only one level")
+        for key in keys:
+            assert self.levels[group, key] == old_level != new_level
+            self.levels[group, key] = new_level
+            self.moves.append((old_level, new_level))
 
     def on_priority(self, group: int, keys: Sequence[bytes], old: int, new: int) -> None:
         raise AssertionError("nothing changes a priority")
@@ -89,17 +98,25 @@ def make_layout() -> Callable[..., PageLayout]:
 
 
 @pytest.fixture
-def make_manager(sink: RecordingSink) -> Iterator[Factory]:
+def make_manager(sink: RecordingSink, tmp_path: Path) -> Iterator[Factory]:
     """A factory of managers; at the end of the test each is checked, emptied and closed, and no page may be missing."""
     made: list[KvCacheManager] = []
 
     def make(
-        pages: int = 16, *, tokens_per_block: int = 4, windows: tuple[int | None, ...] = (None,), **settings: object
+        pages: int = 16,
+        *,
+        tokens_per_block: int = 4,
+        windows: tuple[int | None, ...] = (None,),
+        host: int = 0,
+        disk: int = 0,
+        **settings: object,
     ) -> KvCacheManager:
+        colder = {tier: count for tier, count in (("host", host), ("disk", disk)) if count}
         layout = small_layout(tokens_per_block, windows)
-        counts = [pages * len(pool.groups) for pool in layout.pools]
+        levels = [[count * len(pool.groups) for pool in layout.pools] for count in (pages, *colder.values())]
         options = {"max_util_for_resume": 1.0, **settings}
-        manager = KvCacheManager(layout, counts, CpuDevice(BUDGET), CacheSettings(**options), sink)  # type: ignore[arg-type]
+        storage = Storage(layout, levels, ("gpu", *colder), CpuDevice(BUDGET), disk_path=tmp_path)
+        manager = KvCacheManager(layout, storage, levels, CacheSettings(**options), sink)  # type: ignore[arg-type]
         made.append(manager)
         return manager
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.cache.errors import CacheIntegrityError
-from kvmesh.cache.eviction import EvictionQueue
+from kvmesh.cache.eviction import EvictionQueue, Stamps
 from kvmesh.cache.freelist import FreeList
 
 NUM_PAGES = 40
@@ -19,6 +19,7 @@ STEPS = st.lists(
         ),
         st.tuples(st.just("discard"), st.lists(st.integers(0, NUM_PAGES - 1), unique=True, max_size=20), st.just(0)),
         st.tuples(st.just("pop"), st.just([]), st.integers(0, 25)),
+        st.tuples(st.just("pop and put back"), st.just([]), st.integers(0, 25)),
     ),
     max_size=60,
 )
@@ -30,7 +31,8 @@ def pages(*numbers: int) -> np.ndarray:
 
 @given(STEPS)
 def test_order(steps: list[tuple[str, list[int], int]]) -> None:
-    queue = EvictionQueue(NUM_PAGES)
+    stamps = Stamps(NUM_PAGES)
+    queue = EvictionQueue(stamps)
     expected: list[tuple[int, int]] = []
     for verb, numbers, value in steps:
         if verb == "push":
@@ -44,15 +46,18 @@ def test_order(steps: list[tuple[str, list[int], int]]) -> None:
             queue.discard(pages(*numbers))
             expected = [entry for entry in expected if entry[1] not in numbers]
         else:
-            assert queue.pop(value).tolist() == [page for _, page in expected[:value]]
-            expected = expected[value:]
+            popped = queue.pop(value)
+            assert popped.tolist() == [page for _, page in expected[:value]]
+            if verb == "pop":
+                expected = expected[value:]
+            else:
+                queue.push_front(popped, np.array([priority for priority, _ in expected[:value]], dtype=np.uint8))
         assert len(queue) == len(expected)
-        everything = np.arange(NUM_PAGES, dtype=np.int32)
-        assert set(np.flatnonzero(queue.contains(everything)).tolist()) == {page for _, page in expected}
+        assert set(np.flatnonzero(stamps.live).tolist()) == {page for _, page in expected}
 
 
 def test_stale_entries_do_not_pile_up() -> None:
-    queue = EvictionQueue(8)
+    queue = EvictionQueue(Stamps(8))
     everything = np.arange(8, dtype=np.int32)
     for _ in range(10_000):
         queue.push(everything, np.full(8, 35, dtype=np.uint8))
@@ -77,5 +82,12 @@ def test_free_list() -> None:
     free.put(np.arange(8, dtype=np.int32))
     assert free.take(8).tolist() == list(range(8))
     free.put(pages(*range(8)))
+    free.take(2)
+    with pytest.raises(CacheIntegrityError, match="in use"):
+        free.shrink(1)
+    free.put(pages(0))
+    free.shrink(2)
+    assert (len(free), free.capacity) == (1, 2)
+    free.put(pages(1))
     with pytest.raises(CacheIntegrityError, match="twice"):
         free.put(pages(0))

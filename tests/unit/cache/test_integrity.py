@@ -64,8 +64,8 @@ def damage_coverage(manager: KvCacheManager) -> Callable[[], None]:
 
 def damage_queue(manager: KvCacheManager) -> Callable[[], None]:
     table = manager.store.tables[0]
-    (page,) = table.queue.pop(1)
-    return lambda: table.queue.push(one(page), table.priority[[page]])
+    (page,) = table.queues[0].pop(1)
+    return lambda: table.queues[0].push_front(one(page), table.priority[[page]])
 
 
 @pytest.mark.parametrize(
@@ -99,22 +99,24 @@ def test_damage_is_found(make_manager, damage: Damage, message: str) -> None:
 
 
 def test_counts_never_go_negative() -> None:
-    table = PageTable(4)
+    table = PageTable([4])
     pages = table.allocate(2, 0, 35)
     with pytest.raises(CacheIntegrityError, match="not held"):
         table.unhold(pages)
     table.unlock(pages)
     with pytest.raises(CacheIntegrityError, match="not locked"):
         table.unlock(pages)
+    with pytest.raises(CacheIntegrityError, match="not pinned"):
+        table.unpin(pages)
     with pytest.raises(CacheIntegrityError, match="not quarantined"):
         table.unquarantine(pages)
     with pytest.raises(CacheIntegrityError, match="wanted"):
         table.allocate(5, 0, 35)
-    assert table.counts == (4, 4, 0, 0, 0, 0)
+    assert table.counts() == (4, 4, 0, 0, 0, 0, 0)
 
 
 def test_reusable_pages_are_no_destinations() -> None:
-    table = PageTable(2)
+    table = PageTable([2])
     pages = table.allocate(1, 0, 35)
     table.attach(pages, one(7), 4)
     with pytest.raises(CacheStateError, match="quarantined"):

@@ -8,6 +8,7 @@ import pytest
 from kvmesh.cache.errors import CacheBusyError, CacheStateError
 from kvmesh.cache.manager import KvCacheManager
 from kvmesh.cache.sequence import KvCache, SequenceState
+from kvmesh.protocol.retention import RetentionConfig, TokenRangeRetention
 from kvmesh.hashing import ReuseScope, as_token_ids, salt_id
 
 NO_SCOPE = ReuseScope()
@@ -17,24 +18,36 @@ def ids(*tokens: int) -> np.ndarray:
     return as_token_ids(list(tokens))
 
 
-def start(manager: KvCacheManager, tokens: np.ndarray, scope: ReuseScope = NO_SCOPE, **options: int) -> KvCache:
+def everywhere(priority: int) -> RetentionConfig:
+    whole = TokenRangeRetention(token_start=0, priority=priority)
+    return RetentionConfig(token_range_retention_configs=(whole,), decode_retention_priority=priority)
+
+
+def start(
+    manager: KvCacheManager, tokens: np.ndarray, scope: ReuseScope = NO_SCOPE, priority: int | None = None
+) -> KvCache:
     """Create, resume and give it pages for the whole prompt."""
-    cache = manager.create(scope, tokens, "r", **options)
+    retention = None if priority is None else everywhere(priority)
+    cache = manager.create(scope, tokens, "r", retention=retention)
     assert cache.resume()
     assert cache.resize(len(tokens))
     return cache
 
 
-def prefill(manager: KvCacheManager, tokens: np.ndarray, scope: ReuseScope = NO_SCOPE, **options: int) -> KvCache:
+def prefill(
+    manager: KvCacheManager, tokens: np.ndarray, scope: ReuseScope = NO_SCOPE, priority: int | None = None
+) -> KvCache:
     """Compute a whole prompt and leave the sequence open."""
-    cache = start(manager, tokens, scope, **options)
+    cache = start(manager, tokens, scope, priority)
     cache.commit(tokens[cache.committed :])
     return cache
 
 
-def run(manager: KvCacheManager, tokens: np.ndarray, scope: ReuseScope = NO_SCOPE, **options: int) -> int:
+def run(
+    manager: KvCacheManager, tokens: np.ndarray, scope: ReuseScope = NO_SCOPE, priority: int | None = None
+) -> int:
     """Compute a whole prompt and close; returns the number of cached tokens."""
-    cache = prefill(manager, tokens, scope, **options)
+    cache = prefill(manager, tokens, scope, priority)
     cached = cache.num_cached_tokens
     cache.close()
     manager.check_integrity()
@@ -385,7 +398,7 @@ def test_lease_outlives_its_sequence(make_manager) -> None:
     pages = lease.page_ids(0).tolist()
     assert pages == cache.page_ids(0).tolist()
     cache.close()
-    assert manager.stats().held == lease.num_pages == 3
+    assert manager.stats().pinned == lease.num_pages == 3
     other = start(manager, ids(50))
     assert not other.resize(8)
     other.close()
@@ -409,7 +422,7 @@ def test_lease_of_a_page_that_is_rebased_keeps_that_page(make_manager) -> None:
     first.commit(tokens)
     second.commit(tokens)
     assert second.page_ids(0)[0] == first.page_ids(0)[0] != page
-    assert manager.stats().held == 1
+    assert manager.stats().pinned == 1
     first.close()
     second.close()
     manager.check_integrity()
@@ -430,7 +443,7 @@ def test_quarantine(make_manager) -> None:
     assert manager.stats().quarantined == 0, "locked pages count as locked"
     cache.close()
     stats = manager.stats()
-    assert (stats.quarantined, stats.held) == (2, 1)
+    assert (stats.quarantined, stats.pinned) == (2, 1)
     manager.check_integrity()
     lease.release()
     assert manager.stats().free == 15
@@ -513,8 +526,6 @@ def test_bad_arguments_of_create(make_manager) -> None:
     manager = make_manager()
     with pytest.raises(ValueError, match="at least one token"):
         manager.create(NO_SCOPE, ids(), "r")
-    with pytest.raises(ValueError, match="priority"):
-        manager.create(NO_SCOPE, ids(1), "r", priority=101)
 
 
 def test_keys_can_be_computed_once(make_manager) -> None:
@@ -522,7 +533,7 @@ def test_keys_can_be_computed_once(make_manager) -> None:
     tokens = np.arange(10, dtype=np.int32)
     keys = manager.block_keys(NO_SCOPE, tokens)
     run(manager, tokens)
-    assert manager.match(NO_SCOPE, tokens, block_keys=keys) == manager.match(NO_SCOPE, tokens) == (9, 2)
+    assert manager.match(NO_SCOPE, tokens, block_keys=keys) == manager.match(NO_SCOPE, tokens) == (9, 2, 0)
     cache = manager.create(NO_SCOPE, tokens, "r", block_keys=keys)
     assert cache.num_cached_tokens == 9
     cache.close()

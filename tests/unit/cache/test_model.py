@@ -7,9 +7,11 @@ sequence must find exactly what the naive cache says.
 
 from __future__ import annotations
 
+import tempfile
 import zlib
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from hypothesis import settings
@@ -23,6 +25,7 @@ from kvmesh.cache.lease import PageLease
 from kvmesh.cache.manager import KvCacheManager
 from kvmesh.cache.sequence import KvCache, SequenceState
 from kvmesh.cache.settings import CacheSettings
+from kvmesh.cache.storage import Storage
 from kvmesh.hashing import ReuseScope, as_token_ids
 
 BLOCK = 4
@@ -46,7 +49,7 @@ class NaiveCache:
     prefixes: dict[bytes, Prefix] = field(default_factory=dict)
 
     def on_created(self, tiers: Seq[str], num_pages: Seq[Seq[int]]) -> None:
-        assert len(tiers) == 1
+        assert tiers[0] == "gpu"
 
     def on_stored(self, group: int, blocks: StoredBlocks) -> None:
         if group:
@@ -69,7 +72,9 @@ class NaiveCache:
             assert not any(s == scope and p[: len(prefix)] == prefix for s, p in self.prefixes.values() if p != prefix)
 
     def on_moved(self, group: int, keys: Seq[bytes], old_level: int, new_level: int) -> None:
-        raise AssertionError("there is only one level")
+        assert old_level != new_level
+        if not group:
+            assert self.prefixes.keys() >= set(keys)
 
     def on_priority(self, group: int, keys: Seq[bytes], old: int, new: int) -> None:
         raise AssertionError("nothing changes a priority")
@@ -110,26 +115,32 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(
         pages=st.integers(3, 24),
-        windows=st.sampled_from([(None,), (None, 16), (None, 16, None)]),
+        windows=st.sampled_from([(None,), (None, 64), (None, 64, None)]),
+        host=st.sampled_from([0, 0, 2, 8]),
+        disk=st.sampled_from([0, 0, 3]),
         partial=st.booleans(),
         policy=st.sampled_from(["all_reusable", "per_request"]),
         util=st.sampled_from([1.0, 0.8]),
     )
-    def build(self, pages: int, windows: tuple[int | None, ...], partial: bool, policy: str, util: float) -> None:
+    def build(
+        self, pages: int, windows: tuple[int | None, ...], partial: bool, policy: str, util: float, host: int, disk: int
+    ) -> None:
         layers = tuple(
             LayerCacheSpec(layer_index=i, num_kv_heads=1, head_dim=8, dtype="float32", window=window)
             for i, window in enumerate(windows)
         )
         layout = PageLayout.build(CacheRequirements(layers), BLOCK)
-        counts = [pages * len(pool.groups) for pool in layout.pools]
+        colder = {tier: count for tier, count in (("host", host), ("disk", disk)) if count}
+        counts = [[count * len(pool.groups) for pool in layout.pools] for count in (pages, *colder.values())]
+        self.directory = tempfile.TemporaryDirectory()
         self.naive = NaiveCache()
         self.policy = policy
         self.partial = partial
         self.device = CpuDevice(1 << 22)
         self.manager = KvCacheManager(
             layout,
+            Storage(layout, counts, ("gpu", *colder), self.device, disk_path=Path(self.directory.name)),
             counts,
-            self.device,
             CacheSettings(enable_partial_reuse=partial, policy=policy, max_util_for_resume=util),
             self.naive,
         )
@@ -171,7 +182,7 @@ class CacheMachine(RuleBasedStateMachine):
         before = self.manager.stats()
         assert self.manager.match(scope, tokens).num_tokens == expected
         assert self.manager.stats() == before
-        cache = self.manager.create(scope, tokens, "r", priority=35)
+        cache = self.manager.create(scope, tokens, "r")
         assert cache.num_cached_tokens == cache.committed == expected
         running = Running(cache, prompt, prompt[:expected])
         self.open.append(running)
@@ -183,7 +194,7 @@ class CacheMachine(RuleBasedStateMachine):
             before = self.manager.stats()
             if running.cache.resume():
                 running.resumed = True
-            else:
+            elif not self.manager.can_suspend:
                 assert self.manager.stats() == before
 
     @rule(target=running, scope=SCOPES, prompt=TOKENS, parent=st.none() | running, chunk=st.integers(1, 14))
@@ -207,7 +218,7 @@ class CacheMachine(RuleBasedStateMachine):
         tokens = [running.prompt[i] if i < len(running.prompt) else generated for i in range(done, done + count)]
         before = self.manager.stats()
         if not cache.resize(max(done + count, cache.history)):
-            assert self.manager.stats() == before
+            assert self.manager.stats() == before or self.manager.can_suspend
             return
         self.write(running, tokens)
         if commit and not self.quarantined():
@@ -273,7 +284,7 @@ class CacheMachine(RuleBasedStateMachine):
     def accounting_is_exact(self) -> None:
         self.manager.check_integrity()
         stats = self.manager.stats()
-        assert stats.free + stats.evictable + stats.held + stats.locked + stats.quarantined == stats.total
+        assert sum(stats[1:7]) == stats.total
         assert stats.cached_blocks == len(self.naive.prefixes) == len(self.manager.store.tree.nodes())
         assert stats.open_sequences == len(self.open)
 
@@ -283,7 +294,10 @@ class CacheMachine(RuleBasedStateMachine):
         for key, (scope, prefix) in self.naive.prefixes.items():
             node = store.tree.find(key)
             assert node is not None
-            slots = [table.slots(store.tree.pages(group)[[node]]) for group, table in enumerate(store.group_tables)]
+            pages = [store.tree.pages(group)[[node]] for group in range(store.num_groups)]
+            if any(table.level[page] != 0 for table, page in zip(store.group_tables, pages, strict=True)):
+                continue
+            slots = [table.slots(page) for table, page in zip(store.group_tables, pages, strict=True)]
             self.check_content(slots, scope, prefix, (len(prefix) - 1) // BLOCK * BLOCK)
         groups = range(len(self.manager.layout.groups))
         for running in self.open:
@@ -305,6 +319,8 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.manager.stats().free == self.manager.stats().total
         assert not self.naive.prefixes, "every stored key is removed"
         assert self.device.free_bytes == 1 << 22
+        assert not list(Path(self.directory.name).iterdir())
+        self.directory.cleanup()
 
     def finish(self, running: Running) -> None:
         cache = running.cache
