@@ -114,6 +114,11 @@ class TestDeviceLevel:
         assert got.num_pages == ((34,),)
         assert 32 / 34 <= 0.95
 
+    def test_v1_knows_no_utilisation(self) -> None:
+        """§2 max_util_for_resume is V2's."""
+        got = plan(layout_of(FULL, tokens_per_block=32), max_tokens=1000, use_kv_cache_manager_v2=False)
+        assert got.num_pages == ((32,),)
+
     @given(
         max_tokens=st.integers(1, 20_000),
         window=st.integers(1, 5000),

@@ -28,15 +28,22 @@ NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+GEMMA_NAMES = NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+}
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, names: dict[str, str]) -> str:
     fixed = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
     if name in fixed or name == "lm_head.weight":
         return fixed.get(name, "output.weight")
     _, _, layer, rest = name.split(".", 3)
     block, kind = rest.rsplit(".", 1)
-    return f"blk.{layer}.{NAMES[block]}.{kind}"
+    return f"blk.{layer}.{names[block]}.{kind}"
 
 
 def permuted(values: np.ndarray, heads: int) -> np.ndarray:
@@ -48,7 +55,8 @@ def permuted(values: np.ndarray, heads: int) -> np.ndarray:
 def write_gguf(path: Path, model: Any, kind: Q, *, divisors: np.ndarray | None = None, **changes: Any) -> None:
     """Write ``model``; its weights become what the quantised file means, so that logits can be compared."""
     config = model.config
-    writer = gguf.GGUFWriter(path, "llama")
+    gemma = config.model_type.startswith("gemma")
+    writer = gguf.GGUFWriter(path, config.model_type.removesuffix("_text"))
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -56,13 +64,25 @@ def write_gguf(path: Path, model: Any, kind: Q, *, divisors: np.ndarray | None =
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
     writer.add_eos_token_id(3)
+    if gemma:
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_sliding_window(config.sliding_window)
+    for add in changes.get("settings", ()):
+        add(writer)
     if divisors is not None:
         writer.add_tensor("rope_freqs.weight", divisors)
     drop, extra = changes.get("drop", ()), changes.get("extra", {})
     for name, parameter in model.named_parameters():
         values = parameter.detach().numpy()
+        if gemma and "norm" in name:
+            values = values + 1  # as the conversion does
         if values.ndim == 2:
             rows = gguf.quants.quantize(values, kind)
             with torch.no_grad():
@@ -71,11 +91,13 @@ def write_gguf(path: Path, model: Any, kind: Q, *, divisors: np.ndarray | None =
         else:
             stored = values.astype(np.float32)
         for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
-            if part in name:
+            if part in name and not gemma:
                 stored = permuted(stored, heads)
         if name not in drop:
             writer.add_tensor(
-                gguf_name(name), np.ascontiguousarray(stored), raw_dtype=kind if values.ndim == 2 else None
+                gguf_name(name, GEMMA_NAMES if gemma else NAMES),
+                np.ascontiguousarray(stored),
+                raw_dtype=kind if values.ndim == 2 else None,
             )
     for name, values in extra.items():
         writer.add_tensor(name, values)
@@ -121,6 +143,68 @@ def test_rope_divisors(tiny_llama: Any, cache_dir: Path, tmp_path: Path, runner:
     write_gguf(tmp_path / "tiny.gguf", reference, Q.Q8_0, divisors=divisors)
     assert read_config(resolve_model(str(tmp_path / "tiny.gguf"))).rope.kind == "divisors"
     check(tmp_path / "tiny.gguf", reference, runner)
+
+
+def settings_of_gemma2(writer: gguf.GGUFWriter) -> None:
+    writer.add_attn_logit_softcapping(2.0)
+    writer.add_final_logit_softcapping(5.0)
+
+
+def test_gemma2(tiny_model: Any, cache_dir: Path, tmp_path: Path, runner: Any) -> None:
+    """Norms with 1 added, no permuted rows, windows on every other layer."""
+    reference = tiny_model("gemma2", query_pre_attn_scalar=24, hidden_size=96)
+    write_gguf(tmp_path / "tiny.gguf", reference, Q.Q8_0, settings=[settings_of_gemma2])
+    assert read_config(resolve_model(str(tmp_path / "tiny.gguf"))).windows == (7, None, 7)
+    check(tmp_path / "tiny.gguf", reference, runner)
+
+
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "settings"),
+    [
+        (6, []),
+        (3, [lambda writer: writer.add_sliding_window_pattern(3)]),
+        (2, [lambda writer: writer.add_sliding_window_pattern([True, False, True, False, True, False, True])]),
+    ],
+)
+def test_gemma3(
+    pattern: int, settings: list[Any], tiny_model: Any, cache_dir: Path, tmp_path: Path, runner: Any
+) -> None:
+    """Normed heads, and a rotation of its own for the layers with a window."""
+    reference = tiny_model(
+        "gemma3", query_pre_attn_scalar=24, sliding_window_pattern=pattern, rope_parameters=GEMMA3_ROPE
+    )
+    write_gguf(tmp_path / "tiny.gguf", reference, Q.Q8_0, settings=settings)
+    check(tmp_path / "tiny.gguf", reference, runner)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ([lambda writer: writer.add_sliding_window_pattern(0)], "unusable 'gemma3.attention.sliding_window_pattern'"),
+        ([lambda writer: writer.add_sliding_window_pattern([True])], "unusable 'gemma3.attention.sliding_window_pat"),
+        ([lambda writer: writer.add_value_length(48)], "keys of 24 and values of 48"),
+    ],
+)
+def test_what_gemma_cannot_have(
+    settings: list[Any], sentence: str, tiny_model: Any, cache_dir: Path, tmp_path: Path
+) -> None:
+    write_gguf(tmp_path / "tiny.gguf", tiny_model("gemma3"), Q.Q8_0, settings=settings)
+    with pytest.raises(ModelError, match=sentence):
+        read_config(resolve_model(str(tmp_path / "tiny.gguf")))
+
+
+def test_the_sizes_with_wide_queries(tiny_model: Any, cache_dir: Path, tmp_path: Path) -> None:
+    """Gemma 2 27B (46 layers) and Gemma 3 27B (62) divide scores by the root of hidden / heads; no key says so."""
+    for family, layers in (("gemma2", 46), ("gemma3", 62)):
+        path = tmp_path / f"{family}.gguf"
+        write_gguf(path, tiny_model(family, num_hidden_layers=layers), Q.Q8_0)
+        assert read_config(resolve_model(str(path))).attention_scale == (64 / 4) ** -0.5
 
 
 def test_missing_and_unexpected_tensors_are_named(tiny_llama: Any, cache_dir: Path, tmp_path: Path) -> None:

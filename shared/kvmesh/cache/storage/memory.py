@@ -99,7 +99,8 @@ class HostPool(PageMemory):
     def close(self) -> None:
         """Give the memory back. Closing twice is harmless."""
         self._unbind()
-        self._mapping.close()
+        with contextlib.suppress(BufferError):  # else it goes with the last view
+            self._mapping.close()
 
     def _view(self, nbytes: int) -> NDArray[np.uint8]:
         # Large pages: fewer faults when the tier fills, fewer table look-ups when it moves.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -195,6 +196,8 @@ def _tier_failures(level: int) -> Iterator[None]:
     try:
         yield
     except (OSError, MemoryError) as error:
+        # The traceback is kept, without the views of pools that its frames hold: those could not be resized then.
+        traceback.clear_frames(error.__traceback__)
         raise TierFailedError(level, str(error)) from error
 
 
