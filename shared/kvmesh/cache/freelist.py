@@ -54,6 +54,11 @@ class FreeList:
         self._stack[self._count : end] = numbers[::-1]
         self._count = end
 
+    def replace(self, taken: NDArray[np.int32], given: NDArray[np.int32]) -> None:
+        """Take exactly the free numbers ``taken`` and give back as many others; linear in the free numbers."""
+        free = self._stack[: self._count]
+        self._stack[: self._count] = np.concatenate((given, free[~np.isin(free, taken)]))
+
     def grow(self, capacity: int) -> None:
         """Add the numbers from the present capacity up to ``capacity - 1``; they are given out last."""
         added = np.arange(capacity - 1, len(self._stack) - 1, -1, dtype=np.int32)

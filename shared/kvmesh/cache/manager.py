@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from kvmesh.cache.adjust import adjust_level, level_ratios
 from kvmesh.cache.base import MatchInfo
 from kvmesh.cache.conversation import Conversations
 from kvmesh.cache.device import DeviceBuffer
@@ -22,7 +23,7 @@ from kvmesh.cache.lease import PageLease
 from kvmesh.cache.pages import DEVICE_LEVEL, NO_PAGE, Pages
 from kvmesh.cache.priorities import PagePriorities
 from kvmesh.cache.rebalance import RebalanceTuner
-from kvmesh.cache.sequence import KvCache
+from kvmesh.cache.sequence import KvCache, SequenceState
 from kvmesh.cache.settings import CacheSettings
 from kvmesh.cache.stats import CacheStats, GroupPages, LevelStats, ages_of
 from kvmesh.cache.storage import Storage
@@ -82,9 +83,7 @@ class KvCacheManager:
         self._now_s = 0.0
         self._closed = False
         if event_sink is not None:
-            event_sink.on_created(
-                self.tiers, [[counts[group.pool] for counts in num_pages] for group in layout.groups]
-            )
+            event_sink.on_created(self.tiers, [[counts[group.pool] for counts in num_pages] for group in layout.groups])
 
     @property
     def pools(self) -> Sequence[DeviceBuffer]:
@@ -219,24 +218,48 @@ class KvCacheManager:
     def reservable_pages(self) -> list[int]:
         """By pool, device pages that sequences can own in all: the pool without what only leases pin."""
         return [
-            counts.total - counts.pinned - counts.quarantined for counts in (table.counts() for table in self.store.tables)
+            counts.total - counts.pinned - counts.quarantined
+            for counts in (table.counts() for table in self.store.tables)
         ]
 
     def lease(self, num_tokens: int, pages: list[Pages]) -> PageLease:
         """Pin ``pages`` of each layer group; :meth:`KvCache.hold` is the way to call this."""
-        lease = PageLease(
-            num_tokens, self.store.group_tables, pages, self._leases.discard, created_s=self._now_s
-        )
+        lease = PageLease(num_tokens, self.store.group_tables, pages, self._leases.discard, created_s=self._now_s)
         self._leases.add(lease)
         return lease
 
     def forget(self, sequence: KvCache) -> None:
         """A sequence was closed; :meth:`KvCache.close` calls this."""
         self._sequences.discard(sequence)
+        if self.tuner is not None:
+            self.tuner.on_close(sequence.mean_capacity**2, sequence.mean_history**2)
 
     def end_turn(self, conversation_id: str, keys: list[bytes], length: int) -> None:
         """A conversation's turn is over; :meth:`KvCache.close` calls this."""
         self._conversations.end_turn(conversation_id, keys, length)
+
+    def wants_rebalance(self, now_s: float) -> bool:
+        """Whether :meth:`rebalance` would do something if every sequence were suspended."""
+        if self.tuner is None:
+            return False
+        levels = range(len(self.tiers))
+        current = [
+            level_ratios(self.layout, [table.num_slots[level] for table in self.store.tables]) for level in levels
+        ]
+        return self.tuner.need_adjustment(now_s, current)
+
+    def rebalance(self, now_s: float) -> bool:
+        """Move memory between pools when the auto-tuner wants it and every sequence is suspended; whether it did."""
+        active = any(sequence.state is SequenceState.ACTIVE for sequence in self._sequences)
+        if self.tuner is None or active or not self.wants_rebalance(now_s):
+            return False
+        targets = self.tuner.target_pages()
+        assert targets is not None
+        for level, (target, level_bytes) in enumerate(zip(targets, self.tuner.level_bytes, strict=True)):
+            adjust_level(self.store, self.storage, level, target, level_bytes)
+        self.tuner.adjusted(now_s)
+        self.store.counters.rebalances += 1
+        return True
 
     def stats(self) -> CacheStats:
         """Pages by state and counters."""
@@ -348,3 +371,5 @@ class KvCacheManager:
         counters.reused_full_blocks += full
         counters.reused_partial_blocks += partial > 0
         counters.missed_blocks += self.layout.num_blocks(prompt_length) - full - (partial > 0)
+        if self.tuner is not None:
+            self.tuner.on_create(cached)

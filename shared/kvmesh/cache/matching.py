@@ -21,7 +21,12 @@ Coverage = NDArray[np.int32]
 
 
 def reusable_length(
-    length: int, groups: Sequence[LayerGroupLayout], coverage: Sequence[Coverage], tokens_per_block: int, *, partial: bool
+    length: int,
+    groups: Sequence[LayerGroupLayout],
+    coverage: Sequence[Coverage],
+    tokens_per_block: int,
+    *,
+    partial: bool,
 ) -> int:
     """The longest reusable prefix of at most ``length`` tokens.
 

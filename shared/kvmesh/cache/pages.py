@@ -143,7 +143,16 @@ class PageTable:
 
     def nbytes(self) -> int:
         """Bytes of all columns, without the eviction queues."""
-        columns = (self.stamps.live, self.level, self.slot, self.group, self.priority, self.node, self.num_tokens, self._uses)
+        columns = (
+            self.stamps.live,
+            self.level,
+            self.slot,
+            self.group,
+            self.priority,
+            self.node,
+            self.num_tokens,
+            self._uses,
+        )
         lists = (self.free_pages, *self.free_slots)
         return sum(column.nbytes for column in columns) + sum(4 * one.capacity for one in lists)
 
@@ -355,6 +364,13 @@ class PageTable:
         else:
             self.free_slots[level].shrink(num_slots)
         self.num_slots[level] = num_slots
+
+    def repack(self, level: int, pages: Pages, slots: Pages) -> None:
+        """The bytes of ``pages`` are now in other, free ``slots`` of the same level."""
+        free = self.free_slots[level]
+        left = self.slot[pages]
+        free.replace(slots, left)
+        self.slot[pages] = slots
 
     def pages_above(self, level: int, slot: int) -> Pages:
         """Pages of ``level`` in slots from ``slot`` on."""

@@ -116,7 +116,7 @@ class Placement:
             elif level == DEVICE_LEVEL:
                 self._storage.copy(pool, table.slot[one], to)
             elif not self._storage.move(pool, level, table.slot[one], DEVICE_LEVEL, to)[0]:
-                self._lose(pool, one)
+                self.lose(pool, one)
                 good = False
         self._counters.copied_pages += len(targets)
         return good
@@ -188,7 +188,7 @@ class Placement:
             raise
         if not intact.all():
             table.free_slots[target].put(slots[~intact])
-            self._lose(pool, pages[~intact])
+            self.lose(pool, pages[~intact])
         good = pages[intact]
         table.relocate(good, target, slots[intact])
         self._moved(pool, good, source, target)
@@ -201,7 +201,7 @@ class Placement:
             self._counters.dropped_pages += len(pages)
             self._drop(pool, pages)
 
-    def _lose(self, pool: int, pages: Pages) -> None:
+    def lose(self, pool: int, pages: Pages) -> None:
         """The bytes of ``pages`` are damaged: the tree forgets them, and their users will find out."""
         table = self._tables[pool]
         self._counters.damaged_pages += len(pages)

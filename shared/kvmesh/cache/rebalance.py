@@ -70,7 +70,7 @@ class RebalanceTuner:
     ) -> None:
         self._config = config
         self._layout = layout
-        self._level_bytes = tuple(level_bytes)
+        self.level_bytes = tuple(level_bytes)
         self._floors = tuple(tuple(pages) for pages in floors)
         self._adjusted_s = now_s
         self._reused = MovingAverage(config.moving_average_decay)
@@ -103,7 +103,7 @@ class RebalanceTuner:
         if self._num_samples % self._config.target_ratio_update_interval == 0:
             self._pages = tuple(
                 tuple(pages_for_ratio(self._ratio(level), size, self._layout, floors))
-                for level, (size, floors) in enumerate(zip(self._level_bytes, self._floors, strict=True))
+                for level, (size, floors) in enumerate(zip(self.level_bytes, self._floors, strict=True))
             )
 
     def target_pages(self) -> tuple[tuple[int, ...], ...] | None:

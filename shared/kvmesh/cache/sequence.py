@@ -88,6 +88,7 @@ class KvCache:
         self._num_blocks = self._num_stored = len(match.nodes)
         self.num_cached_tokens = self._num_blocks * self._block_tokens + match.partial_tokens
         self._capacity = self._history = self._committed = self.num_cached_tokens
+        self._num_samples = self._capacity_sum = self._history_sum = 0
         self._groups = [
             GroupBlocks(table, group, self._block_tokens, pages, self.num_cached_tokens)
             for table, group, pages in zip(
@@ -124,6 +125,16 @@ class KvCache:
     def committed(self) -> int:
         """Tokens whose KV is computed, the reused ones included."""
         return self._committed
+
+    @property
+    def mean_capacity(self) -> float:
+        """Tokens of capacity, averaged over the calls of :meth:`resize`; 0 before the first."""
+        return self._capacity_sum / self._num_samples if self._num_samples else 0.0
+
+    @property
+    def mean_history(self) -> float:
+        """Tokens of history, averaged as :attr:`mean_capacity`."""
+        return self._history_sum / self._num_samples if self._num_samples else 0.0
 
     @property
     def num_blocks(self) -> int:
@@ -211,11 +222,10 @@ class KvCache:
                     blocks.truncate(wanted)
                 self._num_blocks = wanted
             self._capacity = capacity
+            self._sample()
             return True
         scratch = self._scratch_ranges(history, capacity)
-        counts = [
-            blocks.missing(wanted, history, part) for blocks, part in zip(self._groups, scratch, strict=True)
-        ]
+        counts = [blocks.missing(wanted, history, part) for blocks, part in zip(self._groups, scratch, strict=True)]
         if not self._store.can_allocate(self._store.by_pool(counts), self._freed_by(history)):
             return False
         self._free_scratch()
@@ -226,6 +236,7 @@ class KvCache:
         for blocks, part, pages in zip(self._groups, scratch, new, strict=True):
             blocks.extend(wanted, history, part, pages)
         self._num_blocks, self._capacity = wanted, capacity
+        self._sample()
         return True
 
     def commit(self, token_ids: TokenIds) -> None:
@@ -408,6 +419,11 @@ class KvCache:
         ]
         return [BlockRange(max(begin, self._num_blocks), max(end, self._num_blocks)) for begin, end in ranges]
 
+    def _sample(self) -> None:
+        self._num_samples += 1
+        self._capacity_sum += self._capacity
+        self._history_sum += self._history
+
     def _freed_by(self, history: int) -> list[int]:
         freed = [0] * len(self._store.tables)
         for group, blocks in zip(self._manager.layout.groups, self._groups, strict=True):
@@ -423,9 +439,7 @@ class KvCache:
         self._history = history
         storing = self._may_still_store()
         for blocks in self._groups:
-            blocks.advance(
-                history, self._num_stored, storing=storing, locked=self._state is SequenceState.ACTIVE
-            )
+            blocks.advance(history, self._num_stored, storing=storing, locked=self._state is SequenceState.ACTIVE)
 
     def _drop_copy_sources(self) -> None:
         if self._copy_sources is None:

@@ -43,6 +43,8 @@ class CacheCounters:
     onboarded_bytes: int = 0
     dropped_pages: int = 0
     """Unreferenced pages that left the last level that would have them."""
+    rebalances: int = 0
+    """Times that memory moved between pools."""
     damaged_pages: int = 0
     """Pages of a cold tier whose content was not what had been written; each became a miss."""
 

@@ -195,9 +195,7 @@ class BlockStore:
         self._tell_stored(scope, parent_key, keys[known:], tokens, nodes)
         return True
 
-    def commit_partial(
-        self, scope: ReuseScope, parent_key: bytes, token_ids: TokenIds, pages: list[Pages]
-    ) -> bool:
+    def commit_partial(self, scope: ReuseScope, parent_key: bytes, token_ids: TokenIds, pages: list[Pages]) -> bool:
         """Make a partial block reusable as a leaf, unless a block that covers it is there already.
 
         Args:
@@ -335,7 +333,9 @@ class BlockStore:
         for group, (table, own, theirs) in enumerate(zip(self.group_tables, pages, self.pages_of(nodes), strict=True)):
             mine = own != NO_PAGE
             there = theirs != NO_PAGE
-            as_good = there & (table.num_tokens[theirs] >= self.tokens_per_block) & (table.level[theirs] == DEVICE_LEVEL)
+            as_good = (
+                there & (table.num_tokens[theirs] >= self.tokens_per_block) & (table.level[theirs] == DEVICE_LEVEL)
+            )
             same = mine & as_good & (own != theirs)
             if same.any():
                 # Ours may be only held: the window has passed it already, and nothing else will be read of it.

@@ -43,9 +43,7 @@ def prefill(
     return cache
 
 
-def run(
-    manager: KvCacheManager, tokens: np.ndarray, scope: ReuseScope = NO_SCOPE, priority: int | None = None
-) -> int:
+def run(manager: KvCacheManager, tokens: np.ndarray, scope: ReuseScope = NO_SCOPE, priority: int | None = None) -> int:
     """Compute a whole prompt and close; returns the number of cached tokens."""
     cache = prefill(manager, tokens, scope, priority)
     cached = cache.num_cached_tokens

@@ -1,0 +1,66 @@
+"""Moves memory between the pools of a level, as the auto-tuner wants it (semantics §3.9).
+
+Every sequence must be suspended: pages then lie where nobody computes with them. A pool that shrinks evicts what does
+not fit, packs the rest into the slots that remain and gives its memory back; then the others grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from kvmesh.cache.layout import PageLayout
+from kvmesh.cache.pages import DEVICE_LEVEL
+from kvmesh.cache.storage import Storage
+from kvmesh.cache.store import BlockStore
+
+__all__ = ["adjust_level", "level_ratios"]
+
+
+def level_ratios(layout: PageLayout, num_pages: Sequence[int]) -> list[Fraction]:
+    """Share of the bytes of a level that each pool has."""
+    sizes = [count * pool.page_bytes for count, pool in zip(num_pages, layout.pools, strict=True)]
+    return [Fraction(size, sum(sizes)) for size in sizes]
+
+
+def adjust_level(store: BlockStore, storage: Storage, level: int, target: Sequence[int], level_bytes: int) -> None:
+    """Give every pool of ``level`` its ``target`` number of slots, as far as that is possible now.
+
+    A pool whose pages are pinned where it should shrink stays as it is, and the others grow by so much less.
+    """
+    page_bytes = [pool.page_bytes for pool in store.layout.pools]
+    for pool, wanted in enumerate(target):
+        if wanted < store.tables[pool].num_slots[level]:
+            _shrink(store, storage, level, pool, wanted)
+    for pool, wanted in enumerate(target):
+        used = sum(table.num_slots[level] * size for table, size in zip(store.tables, page_bytes, strict=True))
+        have = store.tables[pool].num_slots[level]
+        wanted = min(wanted, have + (level_bytes - used) // page_bytes[pool])
+        if wanted > have:
+            storage.resize(level, pool, wanted)
+            store.tables[pool].resize(level, wanted)
+
+
+def _shrink(store: BlockStore, storage: Storage, level: int, pool: int, wanted: int) -> None:
+    table = store.tables[pool]
+    excess = table.num_slots[level] - wanted
+    if not store.placement.make_room(pool, level, excess):
+        return
+    above = table.pages_above(level, wanted)
+    if table.fixed(above).any():
+        return
+    free = table.free_slots[level].free
+    slots = np.sort(free[free < wanted])[: len(above)]
+    if level == DEVICE_LEVEL:
+        storage.copy(pool, table.slot[above], slots)
+    else:
+        intact = storage.move(pool, level, table.slot[above], level, slots)
+        store.placement.lose(pool, above[~intact])
+        above, slots = above[intact], slots[intact]
+        if len(table.pages_above(level, wanted)) > len(above):
+            return  # Somebody still holds a page that is damaged; its slot goes when they leave.
+    table.repack(level, above, slots)
+    table.resize(level, wanted)
+    storage.resize(level, pool, wanted)

@@ -1,0 +1,98 @@
+"""A KV cache manager from the public configuration: which one, how large, on which tiers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvmesh.cache.base import CacheManager
+from kvmesh.cache.device import Device
+from kvmesh.cache.events import EventSink
+from kvmesh.cache.layout import PageLayout
+from kvmesh.cache.manager import KvCacheManager
+from kvmesh.cache.rebalance import RebalanceTuner
+from kvmesh.cache.settings import CacheSettings
+from kvmesh.cache.sizing import LevelPlan, device_reserve_pages, plan_levels
+from kvmesh.cache.storage import Storage
+from kvmesh.cache.storage.probe import available_host_bytes, memlock_limit_bytes
+from kvmesh.config import KvCacheConfig
+from kvmesh.telemetry import get_logger
+
+__all__ = ["create_manager"]
+
+_log = get_logger("cache.factory")
+
+
+def create_manager(
+    config: KvCacheConfig,
+    layout: PageLayout,
+    device: Device,
+    *,
+    event_sink: EventSink | None,
+    now_s: float,
+    max_seq_len: int,
+    max_batch_size: int,
+    max_num_tokens: int,
+) -> tuple[CacheManager, LevelPlan]:
+    """Size the cache, allocate its tiers and make its manager.
+
+    Args:
+        config: the public configuration, with ``use_kv_cache_manager_v2`` resolved.
+        layout: of the model's pages.
+        device: its level 0.
+        event_sink: told of every change of what is reusable.
+        now_s: monotonic time.
+        max_seq_len: longest request in tokens.
+        max_batch_size: requests of a step.
+        max_num_tokens: tokens of a step.
+
+    Returns:
+        The manager, and the plan that it was made from.
+
+    Raises:
+        SizingError: the limits leave no room.
+        DeviceMemoryError: the device has too little memory, or cannot reserve addresses for the pool rebalance.
+        TierFailedError: a cold tier cannot be made.
+    """
+    plan = plan_levels(
+        config,
+        layout,
+        free_device_bytes=device.free_bytes,
+        available_host_bytes=available_host_bytes(),
+        memlock_bytes=memlock_limit_bytes(),
+        max_seq_len=max_seq_len,
+        max_batch_size=max_batch_size,
+        max_num_tokens=max_num_tokens,
+        page_locked=not device.is_host_memory,
+    )
+    for note in plan.notes:
+        _log.warning("cache size", note=note)
+    rebalance = config.enable_kv_pool_rebalance and len(layout.pools) > 1
+    reserve = device_reserve_pages(plan, layout, plan.device_bytes) if rebalance else None
+    storage = Storage(
+        layout,
+        plan.num_pages,
+        plan.tiers,
+        device,
+        disk_path=None if config.disk_cache_path is None else Path(config.disk_cache_path),
+        device_reserve=reserve,
+    )
+    _log.info("cache tiers", **{tier: list(pages) for tier, pages in zip(plan.tiers, plan.num_pages, strict=True)})
+    manager = KvCacheManager(
+        layout,
+        storage,
+        plan.num_pages,
+        CacheSettings.from_config(config),
+        event_sink,
+        max_pages=_most_pages(plan, layout) if rebalance else None,
+        tuner=RebalanceTuner(
+            config.kv_pool_rebalance_config, layout, now_s=now_s, level_bytes=plan.level_bytes, floors=plan.floors
+        )
+        if rebalance
+        else None,
+    )
+    return manager, plan
+
+
+def _most_pages(plan: LevelPlan, layout: PageLayout) -> list[int]:
+    """By pool, as many pages as fit if it had every level to itself."""
+    return [sum(size // pool.page_bytes for size in plan.level_bytes) for pool in layout.pools]
