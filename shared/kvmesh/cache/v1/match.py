@@ -1,0 +1,85 @@
+"""How much of a prompt the V1 cache holds: what every layer group can serve, and with which blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvmesh.cache.v1.block import Block
+from kvmesh.cache.v1.tree import BlockTree, Node, token_bytes
+from kvmesh.cache.windows import first_live_block
+from kvmesh.hashing import ReuseScope, TokenIds
+
+__all__ = ["GroupPath", "Match", "find_path", "servable_tokens"]
+
+
+class GroupPath(NamedTuple):
+    """What one layer group knows of a prompt."""
+
+    nodes: list[Node]
+    """The leading full blocks; in a group with a window some may be holes."""
+    tail: Node | None
+    """The block that begins like the prompt goes on after them."""
+    tail_tokens: int
+    """How many leading tokens of ``tail`` match."""
+
+
+class Match(NamedTuple):
+    """A prompt's cached prefix; valid until the next change of the cache."""
+
+    num_tokens: int
+    paths: list[list[Node]]
+    """By group, the nodes of the full blocks."""
+    tails: list[Block]
+    """By group, the block whose leading tokens are used; empty when ``num_tokens`` are whole blocks."""
+
+
+def find_path(
+    tree: BlockTree, scope: ReuseScope, keys: Sequence[bytes], token_ids: TokenIds, tokens_per_block: int
+) -> GroupPath:
+    """Walk one tree along ``token_ids``, int32, with the V1 ``keys`` of their full blocks."""
+    node = tree.root(scope)
+    if node is None:
+        return GroupPath([], None, 0)
+    data = token_bytes(token_ids)
+    width = 4 * tokens_per_block
+    nodes: list[Node] = []
+    for i, key in enumerate(keys[: len(token_ids) // tokens_per_block]):
+        child = tree.child(node, key, data[i * width : (i + 1) * width])
+        if child is None:
+            break
+        nodes.append(child)
+        node = child
+    rest = data[len(nodes) * width : (len(nodes) + 1) * width]
+    return GroupPath(nodes, *(tree.closest_child(node, rest) if rest else (None, 0)))
+
+
+def servable_tokens(path: GroupPath, limit: int, tokens_per_block: int, window: int | None) -> int:
+    """The longest prefix, at most ``limit`` tokens, all of whose blocks inside the window have their KV.
+
+    A group with full attention has no holes. In one with a window, the prefix ends before a hole whose tokens the
+    next query would attend to.
+    """
+    if window is None:
+        return min(limit, len(path.nodes) * tokens_per_block + path.tail_tokens)
+    present_from: list[int] = []  # first of the run of present blocks that ends here; one more where there is none
+    for i, node in enumerate(path.nodes):
+        before = present_from[-1] if i else 0
+        present_from.append(before if node.block is not None else i + 1)
+    while limit > 0:
+        last = (limit - 1) // tokens_per_block
+        covered = _covered_tokens(path, last, tokens_per_block)
+        if covered < limit - last * tokens_per_block:
+            limit = last * tokens_per_block + covered
+        elif last and (start := present_from[last - 1]) > first_live_block(limit, tokens_per_block, window):
+            limit = (start - 1) * tokens_per_block
+        else:
+            break
+    return limit
+
+
+def _covered_tokens(path: GroupPath, block: int, tokens_per_block: int) -> int:
+    """Tokens of one block of the prompt whose KV is there."""
+    if block < len(path.nodes):
+        return tokens_per_block if path.nodes[block].block is not None else 0
+    return path.tail_tokens if block == len(path.nodes) else 0
