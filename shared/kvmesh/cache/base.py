@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 
 from kvmesh.cache.device import DeviceBuffer
 from kvmesh.cache.layout import PageLayout
-from kvmesh.cache.lease import PageLease
 from kvmesh.cache.stats import CacheStats, LevelStats
 from kvmesh.hashing import ReuseScope, TokenIds
 from kvmesh.protocol.retention import RetentionConfig
 
-__all__ = ["CacheManager", "MatchInfo", "Scratch", "SequenceCache"]
+__all__ = ["CacheManager", "Lease", "MatchInfo", "Scratch", "SequenceCache"]
 
 Pages = NDArray[np.int32]
 
@@ -45,6 +44,27 @@ class Scratch(NamedTuple):
     begin: int
     end: int
     slots: Pages
+
+
+class Lease(Protocol):
+    """Pages that are pinned on the device until :meth:`release`, whatever becomes of their sequence."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages over all layer groups."""
+        ...
+
+    def page_ids(self, group: int) -> Pages:
+        """Device slots by block, int32; -1 where there is no page."""
+        ...
+
+    def quarantine(self) -> None:
+        """Say that a peer may still write into the pages that are not reusable blocks."""
+        ...
+
+    def release(self) -> None:
+        """Give the pages back; once."""
+        ...
 
 
 class SequenceCache(Protocol):
@@ -119,7 +139,7 @@ class SequenceCache(Protocol):
         """Give every page back, last block first. Closing twice is harmless."""
         ...
 
-    def hold(self, num_tokens: int) -> PageLease:
+    def hold(self, num_tokens: int) -> Lease:
         """Pin the pages of the first ``num_tokens`` tokens on the device, so that they outlive this sequence."""
         ...
 

@@ -68,7 +68,7 @@ class GroupBlocks:
 
     def scratch_slots(self, scratch: BlockRange) -> int:
         """Slots that the blocks of ``scratch`` share: the layers, computed one after another, use the same places."""
-        return -(-len(scratch) // self._num_layers)
+        return -(-scratch.size // self._num_layers)
 
     def extend(self, count: int, history: int, scratch: BlockRange, new: Pages) -> None:
         """Add blocks up to ``count``; ``new`` are locked pages for those that need one, then the scratch slots."""

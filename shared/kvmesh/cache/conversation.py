@@ -1,8 +1,8 @@
 """The ``per_conversation`` reuse policy: only the last turns of a conversation keep their blocks (semantics §1.3).
 
 When a turn is over, its committed blocks become a drop plan. Once more than ``max_num_turns`` plans are queued, the
-oldest is applied: of its blocks, those go that no newer turn needs. A full-attention group needs all blocks of a turn, a
-windowed one only those in the window at the turn's end.
+oldest is applied: of its blocks, those go that no newer turn needs. A full-attention group needs all blocks of a turn,
+a windowed one only those in the window at the turn's end.
 """
 
 from __future__ import annotations

@@ -14,12 +14,22 @@ from kvmesh.cache.settings import CacheSettings
 from kvmesh.cache.sizing import LevelPlan, device_reserve_pages, plan_levels
 from kvmesh.cache.storage import Storage
 from kvmesh.cache.storage.probe import available_host_bytes, memlock_limit_bytes
+from kvmesh.cache.v1 import V1CacheManager, V1Settings
 from kvmesh.config import KvCacheConfig
+from kvmesh.net.clock import Clock
 from kvmesh.telemetry import get_logger
 
-__all__ = ["create_manager"]
+__all__ = ["create_manager", "resolve_manager"]
 
 _log = get_logger("cache.factory")
+
+
+def resolve_manager(config: KvCacheConfig, *, model_prefers_v2: bool) -> KvCacheConfig:
+    """``config`` with ``use_kv_cache_manager_v2: auto`` replaced by what the model prefers."""
+    if config.use_kv_cache_manager_v2 != "auto":
+        return config
+    _log.info("KV cache manager chosen by the model", manager="V2" if model_prefers_v2 else "V1")
+    return config.model_copy(update={"use_kv_cache_manager_v2": model_prefers_v2})
 
 
 def create_manager(
@@ -28,7 +38,7 @@ def create_manager(
     device: Device,
     *,
     event_sink: EventSink | None,
-    now_s: float,
+    clock: Clock,
     max_seq_len: int,
     max_batch_size: int,
     max_num_tokens: int,
@@ -40,7 +50,7 @@ def create_manager(
         layout: of the model's pages.
         device: its level 0.
         event_sink: told of every change of what is reusable.
-        now_s: monotonic time.
+        clock: monotonic time.
         max_seq_len: longest request in tokens.
         max_batch_size: requests of a step.
         max_num_tokens: tokens of a step.
@@ -66,6 +76,14 @@ def create_manager(
     )
     for note in plan.notes:
         _log.warning("cache size", note=note)
+    _log.info("cache tiers", **{tier: list(pages) for tier, pages in zip(plan.tiers, plan.num_pages, strict=True)})
+    if config.use_kv_cache_manager_v2 is False:
+        settings = V1Settings.from_config(config)
+        storage = Storage(layout, plan.num_pages, plan.tiers, device)
+        return (
+            V1CacheManager(layout, storage, plan.num_pages, plan.tiers, settings, event_sink=event_sink, clock=clock),
+            plan,
+        )
     rebalance = config.enable_kv_pool_rebalance and len(layout.pools) > 1
     reserve = device_reserve_pages(plan, layout, plan.device_bytes) if rebalance else None
     storage = Storage(
@@ -76,7 +94,6 @@ def create_manager(
         disk_path=None if config.disk_cache_path is None else Path(config.disk_cache_path),
         device_reserve=reserve,
     )
-    _log.info("cache tiers", **{tier: list(pages) for tier, pages in zip(plan.tiers, plan.num_pages, strict=True)})
     manager = KvCacheManager(
         layout,
         storage,
@@ -85,7 +102,11 @@ def create_manager(
         event_sink,
         max_pages=_most_pages(plan, layout) if rebalance else None,
         tuner=RebalanceTuner(
-            config.kv_pool_rebalance_config, layout, now_s=now_s, level_bytes=plan.level_bytes, floors=plan.floors
+            config.kv_pool_rebalance_config,
+            layout,
+            now_s=clock.monotonic_s(),
+            level_bytes=plan.level_bytes,
+            floors=plan.floors,
         )
         if rebalance
         else None,

@@ -32,8 +32,8 @@ class PageLease:
         self.num_tokens = num_tokens
         self.created_s = created_s
         self._tables = tables
-        self._blocks = pages
-        self._pages = [held[held != NO_PAGE] for held in pages]
+        self._blocks = list(pages)
+        self._pages: list[Pages] = [held[held != NO_PAGE] for held in pages]
         self._quarantined: list[Pages] = []
         self._on_release = on_release
         self._released = False

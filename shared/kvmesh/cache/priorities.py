@@ -1,4 +1,4 @@
-"""Which retention priority a new page gets: from the request's own settings, else from the endpoint rule (§1.3, §3.1)."""
+"""Which retention priority a new page gets: the request's own, else by the endpoint rule (semantics §1.3, §3.1)."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from kvmesh.cache.pages import DEVICE_LEVEL, NO_PAGE, Pages
 from kvmesh.cache.priorities import PagePriorities
 from kvmesh.cache.store import BlockMatch
 from kvmesh.cache.windows import BlockRange, scratch_range
-from kvmesh.hashing import ReuseScope, TokenIds, v2_block_keys, v2_root
+from kvmesh.hashing import ReuseScope, TokenIds, v2_block_keys, v2_partial_key, v2_root
 
 if TYPE_CHECKING:
     from kvmesh.cache.manager import KvCacheManager
@@ -84,6 +84,8 @@ class KvCache:
         self._tokens[: len(token_ids)] = token_ids
         self._keys = block_keys.copy()
         """Keys of the leading full blocks of the token buffer, as far as they are known."""
+        self._tail_keys: list[bytes] = []
+        """Key of the trailing partial block, once it is committed."""
 
         self._num_blocks = self._num_stored = len(match.nodes)
         self.num_cached_tokens = self._num_blocks * self._block_tokens + match.partial_tokens
@@ -209,7 +211,7 @@ class KvCache:
             raise ValueError(
                 f"{self.request_id}: history {history} and capacity {capacity} must not be below {self._history}"
             )
-        if history < self._capacity and any(blocks.scratch_range for blocks in self._groups):
+        if history < self._capacity and any(len(blocks.scratch_pages) for blocks in self._groups):
             raise ValueError(
                 f"{self.request_id}: scratch slots hold blocks up to token {self._capacity}; history must reach it"
             )
@@ -285,13 +287,15 @@ class KvCache:
     def close(self) -> None:
         """Commit the trailing partial block and give every page back, last block first. Closing twice is harmless.
 
-        A turn of a conversation that has computed its whole prompt is over now. Reusable blocks stay in the tree until they are evicted; pages under a lease stay until its release.
+        A turn of a conversation that has computed its whole prompt is over now. Reusable blocks stay in the tree until
+        they are evicted; pages under a lease stay until its release.
         """
         if self._state is SequenceState.CLOSED:
             return
         self.stop_committing()
         if self.conversation_id is not None and self._committed >= self._prompt_length:
-            self._manager.end_turn(self.conversation_id, self._keys[: self._num_stored], self._committed)
+            keys = self._keys[: self._num_stored] + self._tail_keys
+            self._manager.end_turn(self.conversation_id, keys, self._committed)
         for blocks in self._groups:
             blocks.give_back(locked=self._state is SequenceState.ACTIVE)
         self._drop_copy_sources()
@@ -334,13 +338,13 @@ class KvCache:
     def scratch(self, group: int) -> Scratch | None:
         """The blocks of ``group`` that use scratch slots until the next resize, None when there are none."""
         blocks = self._groups[group]
-        if not blocks.scratch_range:
-            return None
         begin, end = blocks.scratch_range
+        if begin == end:
+            return None
         return Scratch(begin, end, blocks.table.slots(blocks.scratch_pages))
 
     def used_pages(self, group: int) -> tuple[Pages, Pages]:
-        """Bookkeeping numbers of what it uses in ``group`` (for checks): active pages, and those that are held anyway."""
+        """Bookkeeping numbers of what it uses in ``group`` (for checks): active pages, and those held anyway."""
         blocks = self._groups[group]
         held = blocks.retained()
         if self._copy_sources is not None:
@@ -399,7 +403,7 @@ class KvCache:
         return True
 
     def _allocate(self, wanted: int, counts: list[int]) -> list[Pages] | None:
-        """Pages for blocks up to ``wanted``: ``counts[group]`` of them, the last ones of a group for its last blocks."""
+        """Pages for blocks up to ``wanted``: ``counts[group]`` of them, which are for the last blocks."""
         rules = [
             self._priorities.of(group, wanted - count, wanted)
             for group, count in zip(self._manager.layout.groups, counts, strict=True)
@@ -492,7 +496,9 @@ class KvCache:
         if rest and self._num_stored == full < self._num_blocks and not self._any_quarantined(full):
             begin = full * self._block_tokens
             pages = [blocks.all[full : full + 1] for blocks in self._groups]
-            self._store.commit_partial(self.scope, self._parent_key(full), self._tokens[begin : begin + rest], pages)
+            tokens = self._tokens[begin : begin + rest]
+            if self._store.commit_partial(self.scope, self._parent_key(full), tokens, pages):
+                self._tail_keys = [v2_partial_key(tokens, self._parent_key(full))]
 
     def _know_keys(self, blocks: int) -> None:
         known = len(self._keys)

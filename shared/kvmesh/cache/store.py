@@ -1,4 +1,4 @@
-"""Blocks and their pages together: match, allocate, commit, forget. The only module that changes tree and pages at once.
+"""Blocks and their pages together: match, allocate, commit, forget. Only here do tree and pages change at once.
 
 A block of the tree offers at most one page in each layer group. A full-attention group's page is never missing while
 the block is there (when it goes, the block and everything that continues it go), a windowed group's page may be; what

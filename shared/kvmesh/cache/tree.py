@@ -1,9 +1,9 @@
 """The prefix tree: which token blocks are cached, keyed by their V2 digests, one root per reuse scope.
 
-Nodes are numbers; their fields are columns. A key chains over everything before it, so one index from key to node finds
-any block, and walking a prompt is one lookup per block. Inner nodes are full blocks; a partial block is a leaf. The tree
-knows which page of which layer group a node offers, but not the state of pages. A node may lack the page of a windowed
-group; a leaf that offers no page at all is removed.
+Nodes are numbers; their fields are columns. A key chains over everything before it, so one index from key to node
+finds any block, and walking a prompt is one lookup per block. Inner nodes are full blocks; a partial block is a leaf.
+The tree knows which page of which layer group a node offers, but not the state of pages. A node may lack the page of a
+windowed group; a leaf that offers no page at all is removed.
 """
 
 from __future__ import annotations

@@ -19,8 +19,10 @@ class BlockRange(NamedTuple):
     begin: int
     end: int
 
-    def __len__(self) -> int:
-        return max(0, self.end - self.begin)
+    @property
+    def size(self) -> int:
+        """Number of blocks."""
+        return self.end - self.begin
 
 
 def stale_range(history: int, tokens_per_block: int, window: int | None, sink_blocks: int = 0) -> BlockRange:
@@ -66,4 +68,4 @@ def blocks_needed(group: LayerGroupLayout, tokens_per_block: int, *, history: in
     if group.kind == "state":
         return 1
     stale = stale_range(history, tokens_per_block, group.window)
-    return max(1, -(-capacity // tokens_per_block) - len(stale))
+    return max(1, -(-capacity // tokens_per_block) - stale.size)

@@ -7,12 +7,13 @@ import os
 import torch
 import zmq
 
+from kvmesh.cache.base import CacheManager
 from kvmesh.cache.cuda_device import CudaDevice
 from kvmesh.cache.device import CpuDevice, Device, DeviceMemoryError
+from kvmesh.cache.errors import TierFailedError
+from kvmesh.cache.factory import create_manager, resolve_manager
 from kvmesh.cache.layout import LayoutError, PageLayout
-from kvmesh.cache.manager import KvCacheManager
-from kvmesh.cache.settings import CacheSettings
-from kvmesh.cache.sizing import SizingError, plan_pages
+from kvmesh.cache.sizing import SizingError
 from kvmesh.config import ConfigError, WorkerSettings
 from kvmesh.config.startup import refuse_impossible, refuse_unsupported, settings_without_effect
 from kvmesh.config.worker import DEFAULT_CPU_MEMORY_BYTES
@@ -56,6 +57,7 @@ _START_ERRORS = (
     NoTargetGroupError,
     OSError,
     PlaneError,
+    TierFailedError,
     TransceiverConfigError,
     zmq.ZMQError,
 )
@@ -82,7 +84,7 @@ class Engine:
         ready: EngineReady,
         executor: Executor,
         reporter: EngineReporter,
-        manager: KvCacheManager,
+        manager: CacheManager,
         events: EventSource,
         transceiver: Transceiver | None,
         channel: MessageChannel,
@@ -141,14 +143,23 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
         if device.type == "cuda"
         else CpuDevice(settings.device_memory_bytes or DEFAULT_CPU_MEMORY_BYTES)
     )
-    layout = PageLayout.build(model.cache_requirements(), settings.kv_cache_config.tokens_per_block)
+    requirements = model.cache_requirements()
+    cache_config = resolve_manager(
+        settings.kv_cache_config,
+        # V1 splits its memory between windows once and for all.
+        model_prefers_v2=any(layer.window is not None for layer in requirements.layers),
+    )
+    layout = PageLayout.build(requirements, settings.kv_cache_config.tokens_per_block)
     events = create_event_source(settings, layout, model_name=settings.served_model_name or source.name)
-    manager = KvCacheManager(
+    manager, plan = create_manager(
+        cache_config,
         layout,
-        plan_pages(settings.kv_cache_config, layout, free_bytes=memory.free_bytes),
         memory,
-        CacheSettings.from_config(settings.kv_cache_config),
-        events.sink,
+        event_sink=events.sink,
+        clock=clock,
+        max_seq_len=model.max_seq_len,
+        max_batch_size=settings.max_batch_size,
+        max_num_tokens=settings.max_num_tokens,
     )
     # By content: the same file may have many names, and the same name many fine-tunes.
     content = fingerprint(source.path)
@@ -165,7 +176,7 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
     )
     events.start()
 
-    limits = _limits(settings, model, manager, transfers=transceiver is not None)
+    limits = _limits(settings, model, plan.longest_request_tokens, transfers=transceiver is not None)
     sampler = Sampler(model.config.eos_token_ids)
     pages = SequencePages(manager)
     desk = None if transceiver is None else TransferDesk(transceiver, settings.cache_transceiver_config, waiter, clock)
@@ -257,7 +268,7 @@ def _check(settings: WorkerSettings, model: CausalLM) -> None:
 
 def _transceiver(
     settings: WorkerSettings,
-    manager: KvCacheManager,
+    manager: CacheManager,
     *,
     digest: str,
     summary: str,
@@ -268,13 +279,13 @@ def _transceiver(
     pools = [
         PoolMemory(
             address=buffer.address,
-            nbytes=buffer.nbytes,
-            num_pages=counts.total,
+            nbytes=buffer.reserve_bytes,
+            num_pages=buffer.reserve_bytes // pool.page_bytes,
             page_bytes=pool.page_bytes,
             fd=buffer.fd,
             device="cpu" if buffer.fd is not None else "cuda",
         )
-        for buffer, counts, pool in zip(manager.pools, manager.stats().pools, manager.layout.pools, strict=True)
+        for buffer, pool in zip(manager.pools, manager.layout.pools, strict=True)
     ]
     return create_transceiver(
         settings.cache_transceiver_config,
@@ -293,15 +304,11 @@ def _transceiver(
     )
 
 
-def _limits(settings: WorkerSettings, model: CausalLM, manager: KvCacheManager, *, transfers: bool) -> IntakeLimits:
-    layout = manager.layout
-    blocks = min(
-        counts.total // len(pool.groups) for counts, pool in zip(manager.stats().pools, layout.pools, strict=True)
-    )
+def _limits(settings: WorkerSettings, model: CausalLM, longest_request_tokens: int, *, transfers: bool) -> IntakeLimits:
     return IntakeLimits(
         vocab_size=model.config.vocab_size,
         max_seq_len=model.max_seq_len,
-        max_cached_tokens=blocks * layout.tokens_per_block,
+        max_cached_tokens=longest_request_tokens,
         max_num_tokens=settings.max_num_tokens,
         chunked_prefill=settings.enable_chunked_prefill,
         max_queue=settings.max_queue,

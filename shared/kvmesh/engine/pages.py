@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvmesh.cache.manager import KvCacheManager
+from kvmesh.cache.base import CacheManager
 from kvmesh.cache.pages import PageCounts
 from kvmesh.engine.sequence import Sequence
 from kvmesh.engine.tokens import TokenArray
@@ -22,7 +22,7 @@ class SequencePages:
         manager: the cache of this engine.
     """
 
-    def __init__(self, manager: KvCacheManager) -> None:
+    def __init__(self, manager: CacheManager) -> None:
         self._manager = manager
         self._layout = manager.layout
         self.tokens_per_block = manager.layout.tokens_per_block
@@ -33,7 +33,7 @@ class SequencePages:
 
     def reservable_blocks(self) -> int:
         """See :class:`~kvmesh.engine.scheduler.Pages`."""
-        return self._smallest(lambda counts: counts.total - counts.held - counts.quarantined)
+        return self._smallest(lambda counts: counts.total - counts.pinned - counts.quarantined)
 
     def available_blocks(self) -> int:
         """See :class:`~kvmesh.engine.scheduler.Pages`."""

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from kvmesh.cache.base import CacheManager
 from kvmesh.cache.errors import CacheIntegrityError
-from kvmesh.cache.manager import KvCacheManager
 from kvmesh.engine.executor import Executor
 from kvmesh.engine.transfers import TransferDesk
 from kvmesh.events.factory import EventSource
@@ -44,7 +44,7 @@ class EngineReporter:
         send: Callable[[FromEngine], None],
         *,
         executor: Executor,
-        manager: KvCacheManager,
+        manager: CacheManager,
         desk: TransferDesk | None,
         events: EventSource,
         stats_interval: int,

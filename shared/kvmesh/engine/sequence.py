@@ -14,7 +14,7 @@ from kvmesh.protocol.retention import RetentionConfig
 from kvmesh.protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from kvmesh.cache.sequence import KvCache
+    from kvmesh.cache.base import SequenceCache
     from kvmesh.hashing import ReuseScope
 
 __all__ = ["Phase", "Sequence"]
@@ -57,7 +57,7 @@ class Sequence:
     conversation_id: str | None = None
     """The conversation of which it is a turn."""
     phase: Phase = Phase.WAITING
-    cache: KvCache | None = None
+    cache: SequenceCache | None = None
     num_computed: int = 0
     """Leading tokens whose KV is in the cache."""
     num_cached: int | None = None

@@ -8,8 +8,8 @@ import pytest
 from kvmesh.cache.errors import CacheBusyError, CacheStateError
 from kvmesh.cache.manager import KvCacheManager
 from kvmesh.cache.sequence import KvCache, SequenceState
-from kvmesh.protocol.retention import RetentionConfig, TokenRangeRetention
 from kvmesh.hashing import ReuseScope, as_token_ids, salt_id
+from kvmesh.protocol.retention import RetentionConfig, TokenRangeRetention
 
 NO_SCOPE = ReuseScope()
 

@@ -86,9 +86,8 @@ def test_settings_from_the_public_configuration() -> None:
     )
     assert CacheSettings.from_config(config) == CacheSettings(True, False, 0.5, "per_request")
     assert CacheSettings.from_config(KvCacheConfig()) == CacheSettings()
-    other = KvCacheConfig.model_validate({"block_reuse_config": {"policy": "per_conversation"}})
-    with pytest.raises(ValueError, match="not supported yet"):
-        CacheSettings.from_config(other)
+    other = KvCacheConfig.model_validate({"block_reuse_config": {"policy": "per_conversation", "max_num_turns": 3}})
+    assert CacheSettings.from_config(other) == CacheSettings(policy="per_conversation", max_num_turns=3)
 
 
 class TestDeviceLevel:

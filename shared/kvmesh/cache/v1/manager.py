@@ -295,8 +295,9 @@ def _page_counts(use: LevelUse) -> PageCounts:
         total=use.free.capacity,
         free=len(use.free),
         evictable=counts[BlockState.EVICTABLE],
-        held=counts[BlockState.HELD] + counts[BlockState.PINNED],
+        held=counts[BlockState.HELD],
         locked=counts[BlockState.LOCKED],
+        pinned=counts[BlockState.PINNED],
         quarantined=counts[BlockState.QUARANTINED],
     )
 
