@@ -141,7 +141,10 @@ def _size_problems(cache: KvCacheConfig) -> Iterator[str]:
 
 
 def _event_problems(settings: WorkerSettings, ranks_per_host: int, world_size: int) -> Iterator[str]:
-    events = settings.kv_cache_config.kv_events_config
+    cache = settings.kv_cache_config
+    if cache.event_buffer_max_size > 0 and not cache.enable_block_reuse:
+        yield "kv_cache_config.event_buffer_max_size needs enable_block_reuse: without reuse there are no events"
+    events = cache.kv_events_config
     if events is None or not events.enable_kv_cache_events:
         return
     if settings.pipeline_parallel_size > 1 or settings.context_parallel_size > 1:

@@ -65,7 +65,7 @@ ALIASES: Mapping[type[BaseModel], Mapping[str, str]] = {
 DEFAULT_ONLY: Mapping[type[BaseModel], frozenset[str]] = {
     KvCacheConfig: frozenset(
         {
-            "cold_tier_offload_min_priority", "event_buffer_max_size", "attention_dp_events_gather_period_ms",
+            "cold_tier_offload_min_priority",
             "mixed_precision_first_n", "mixed_precision_last_n", "mamba_ssm_cache_dtype",
             "mamba_ssm_stochastic_rounding", "mamba_ssm_philox_rounds", "enable_swa_scratch_reuse",
             "enable_kv_pool_rebalance", "disk_prefetch_num_reqs", "fp8_context_mla_kv_len_cap", "pool_ratio",
@@ -85,7 +85,6 @@ OWN_DTYPE_ONLY = "auto, and the data type that the model is served in"
 PARTIAL: Mapping[type[BaseModel], Mapping[str, Partial]] = {
     KvCacheConfig: {
         "dtype": Partial(OWN_DTYPE_ONLY, lambda dtype: dtype in ("auto", "float32", "float16", "bfloat16")),
-        "kv_cache_event_hash_algo": _one_of("auto", "v2_sha256"),
         "host_cache_size": _one_of(None, 0),
         "disk_cache_size": _one_of(None, 0),
         "use_kv_cache_manager_v2": _one_of(True),

@@ -29,7 +29,8 @@ from kvmesh.engine.scheduler import Scheduler, SchedulerLimits
 from kvmesh.engine.transfers import TransferDesk
 from kvmesh.engine.waiting import LoopWaiter
 from kvmesh.events.endpoints import EndpointError
-from kvmesh.events.factory import EventSource, create_event_source
+from kvmesh.events.factory import EventOrigin, create_event_source
+from kvmesh.events.source import EventSource
 from kvmesh.events.target import NoTargetGroupError
 from kvmesh.kernels import ops
 from kvmesh.models.base import CausalLM, KvPools
@@ -62,9 +63,6 @@ _START_ERRORS = (
 
 FINGERPRINT_SHOWN = 12
 """Hex digits of a checkpoint's fingerprint in messages for people; compared is the whole."""
-
-KEY_HASH_ALGO = "v2_sha256"
-"""What the V2 manager's block keys are; ``kv_cache_event_hash_algo`` can ask for no other."""
 
 _log = get_logger("engine.build")
 
@@ -121,10 +119,13 @@ class Engine:
 
     def close(self) -> None:
         """Stop threads, free ports and memory. The channel stays open; it is closed after this."""
-        self._events.shutdown()
-        if self._transceiver is not None:
-            self._transceiver.shutdown()
-        self.manager.close()
+        try:
+            if self._transceiver is not None:
+                self._transceiver.shutdown()
+            self.manager.close()
+        finally:
+            # Last: the cache has just told that its blocks are gone.
+            self._events.shutdown()
 
 
 def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock: Clock) -> Engine:
@@ -142,7 +143,17 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
         else CpuDevice(settings.device_memory_bytes or DEFAULT_CPU_MEMORY_BYTES)
     )
     layout = PageLayout.build(model.cache_requirements(), settings.kv_cache_config.tokens_per_block)
-    events = create_event_source(settings, layout, model_name=settings.served_model_name or source.name)
+    events = create_event_source(
+        settings,
+        EventOrigin(
+            model_name=settings.served_model_name or source.name,
+            layout=layout,
+            manager_v2=True,
+            max_seq_len=model.max_seq_len,
+            vocab_size=model.config.vocab_size,
+        ),
+        clock,
+    )
     manager = KvCacheManager(
         layout,
         plan_pages(settings.kv_cache_config, layout, free_bytes=memory.free_bytes),
@@ -212,14 +223,14 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
         max_batch_size=settings.max_batch_size,
         max_num_tokens=settings.max_num_tokens,
         max_seq_len=min(limits.max_seq_len, limits.max_cached_tokens),
-        kv_cache_hash_algo=KEY_HASH_ALGO,
+        kv_cache_hash_algo=events.hash_algo,
         layout_digest=digest,
         device=memory.name,
         pid=os.getpid(),
         ctx_info_endpoint=None if transceiver is None else transceiver.control_endpoint,
         transfer_backend=None if transceiver is None else transceiver.backend_name,
-        events_endpoint=events.publisher.endpoint,
-        replay_endpoint=events.publisher.replay_endpoint,
+        events_endpoint=events.endpoint,
+        replay_endpoint=events.replay_endpoint,
     )
     _log.info("engine ready", model=source.name, pages=ready.num_pages, threads=threads, device=memory.name)
     return Engine(

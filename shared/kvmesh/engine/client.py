@@ -180,15 +180,19 @@ class EngineClient:
         assert isinstance(answer, Pong)
         return answer
 
-    async def drain_kv_events(self, timeout_s: float = 5.0) -> bytes:
-        """The buffered KV events as a JSON array.
+    async def drain_kv_events(self, confirmed: int = 0, timeout_s: float = 5.0) -> KvEventsDrained:
+        """The buffered KV events: all that were not confirmed.
+
+        Args:
+            confirmed: ``position`` of the last answer that has reached a client; what it brought is forgotten.
+            timeout_s: longest wait.
 
         Raises:
             ApiError: 503, no answer in time, or the process is gone (:class:`EngineDeadError`).
         """
-        answer = await self._ask(DrainKvEvents, timeout_s)
+        answer = await self._ask(lambda sequence: DrainKvEvents(sequence, confirmed), timeout_s)
         assert isinstance(answer, KvEventsDrained)
-        return answer.events_json
+        return answer
 
     def peer_dead(self, instance_id: str, epoch: int) -> None:
         """Tell the engine that a member of the mesh is gone."""
@@ -207,12 +211,12 @@ class EngineClient:
         with anyio.move_on_after(drain_s + STOP_GRACE_S):
             await self._ended.wait()
 
-    async def _ask(self, kind: type[Ping | DrainKvEvents], timeout_s: float) -> Pong | KvEventsDrained:
+    async def _ask(self, question: Callable[[int], Ping | DrainKvEvents], timeout_s: float) -> Pong | KvEventsDrained:
         self._check_alive()
         sequence = next(self._sequence)
         sender, receiver = anyio.create_memory_object_stream[Pong | KvEventsDrained | EngineDeadError](1)
         self._answers[sequence] = sender
-        self._send(kind(sequence))
+        self._send(question(sequence))
         try:
             with anyio.fail_after(timeout_s):
                 answer = await receiver.receive()

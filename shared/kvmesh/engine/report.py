@@ -10,9 +10,9 @@ from kvmesh.cache.errors import CacheIntegrityError
 from kvmesh.cache.manager import KvCacheManager
 from kvmesh.engine.executor import Executor
 from kvmesh.engine.transfers import TransferDesk
-from kvmesh.events.factory import EventSource
+from kvmesh.events.source import EventSource, EventStatistics
 from kvmesh.net.clock import Clock
-from kvmesh.protocol.engine import EngineStats, FromEngine, LedgerUpdate
+from kvmesh.protocol.engine import DrainKvEvents, EngineStats, FromEngine, KvEventsDrained, LedgerUpdate
 from kvmesh.telemetry import get_logger
 
 __all__ = ["EngineReporter"]
@@ -80,10 +80,15 @@ class EngineReporter:
         if (self._uncollected >= self._stats_interval or not computed) and now_s >= self._next_stats_s:
             self._send_stats(now_s)
 
+    def drain_kv_events(self, message: DrainKvEvents) -> None:
+        """Answer with the buffered KV events."""
+        position, events = self._events.fetch(message.confirmed)
+        self._send(KvEventsDrained(message.sequence, position, events))
+
     def due_in_s(self) -> float | None:
         """Seconds until there may be something to report without any new event, None when there is not."""
         now_s = self._clock.monotonic_s()
-        times = []
+        times = [] if (gathering_s := self._events.due_in_s()) is None else [now_s + gathering_s]
         if self._dirty and self._is_idle:
             times.append(self._next_check_s)
         if self._changed(self._statistics()):
@@ -141,10 +146,22 @@ class EngineReporter:
         )
         if self._desk is not None:
             self._add_transfers(stats, self._desk)
-        sent = self._events.statistics()
-        stats.events_published_total = sent["events_published_total"]
-        stats.events_dropped_total = sent["events_dropped_total"]
+        self._add_events(stats, self._events.statistics())
         return stats
+
+    @staticmethod
+    def _add_events(stats: EngineStats, events: EventStatistics) -> None:
+        stats.events_published_total = events.published_total
+        stats.events_dropped_total = events.dropped_total
+        stats.events_blocks_stored_total = events.blocks_stored_total
+        stats.events_blocks_removed_total = events.blocks_removed_total
+        stats.events_blocks_moved_total = events.blocks_moved_total
+        stats.events_blocks_suppressed_total = events.blocks_suppressed_total
+        stats.events_blocks_non_target_total = events.blocks_non_target_total
+        stats.events_blocks_dropped_total = events.blocks_dropped_total
+        stats.events_buffered = events.buffered
+        stats.events_buffered_total = events.buffered_total
+        stats.events_buffer_dropped_total = events.buffer_dropped_total
 
     @staticmethod
     def _add_transfers(stats: EngineStats, desk: TransferDesk) -> None:

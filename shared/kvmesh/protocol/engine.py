@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from kvmesh.protocol.kv_cache_events import KvCacheEvent
 from kvmesh.protocol.retention import RetentionConfig
 from kvmesh.protocol.sampling import SamplingParams, TokenLogprob
 from kvmesh.protocol.transfer import LedgerEvent
@@ -86,9 +87,11 @@ class PeerDead(msgspec.Struct, tag=True):
 
 
 class DrainKvEvents(msgspec.Struct, tag=True):
-    """Drain the buffered (pull) KV events."""
+    """Fetch the buffered (pull) KV events. They are kept until a later fetch confirms that somebody has them."""
 
     sequence: int
+    confirmed: int = 0
+    """``position`` of the last answer whose events have reached a client."""
 
 
 class Shutdown(msgspec.Struct, tag=True):
@@ -215,7 +218,18 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     transfer_pages_total: int = 0
     transfer_pages_reused_total: int = 0
     events_published_total: int = 0
+    """Batches of streamed KV events."""
     events_dropped_total: int = 0
+    events_blocks_stored_total: int = 0
+    events_blocks_removed_total: int = 0
+    events_blocks_moved_total: int = 0
+    events_blocks_suppressed_total: int = 0
+    events_blocks_non_target_total: int = 0
+    events_blocks_dropped_total: int = 0
+    events_buffered: int = 0
+    """Buffered KV events that nobody has fetched."""
+    events_buffered_total: int = 0
+    events_buffer_dropped_total: int = 0
     integrity_checks_total: int = 0
     integrity_failures_total: int = 0
 
@@ -227,10 +241,11 @@ class LedgerUpdate(msgspec.Struct, tag=True):
 
 
 class KvEventsDrained(msgspec.Struct, tag=True):
-    """Answer to :class:`DrainKvEvents`: a JSON array."""
+    """Answer to :class:`DrainKvEvents`."""
 
     sequence: int
-    events_json: bytes
+    position: int
+    events: list[KvCacheEvent]
 
 
 FromEngine = (

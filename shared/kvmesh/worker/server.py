@@ -39,6 +39,7 @@ from kvmesh.telemetry.tracing import Tracing
 from kvmesh.worker.answers import Answerer
 from kvmesh.worker.conversations import ActiveConversations
 from kvmesh.worker.facts import load_of, member_of, server_info
+from kvmesh.worker.kv_events import KvEventsRoute
 from kvmesh.worker.observations import Observations
 from kvmesh.worker.plans import ModelFacts, Plan, Planner
 
@@ -91,6 +92,7 @@ class WorkerService(Service):
         self._created = int(time.time())
         self._open_legs: OrderedDict[int, str] = OrderedDict()
         self._conversations = ActiveConversations()
+        self._kv_events = KvEventsRoute()
         self._healthy = True
         self._failure: str | None = None
         self._failed = anyio.Event()
@@ -338,9 +340,8 @@ class WorkerService(Service):
     async def _perf_metrics(self, _request: web.Request) -> web.Response:
         return json_response(self._observations.drain_records())
 
-    async def _kv_cache_events(self, _request: web.Request) -> web.Response:
-        events = await self._running_engine().drain_kv_events()
-        return web.Response(body=events, content_type="application/json")
+    async def _kv_cache_events(self, request: web.Request) -> web.StreamResponse:
+        return await self._kv_events.answer(request, self._running_engine())
 
     def _running_engine(self) -> EngineClient:
         if self._engine is None:

@@ -38,7 +38,10 @@ SUPPORTED_CACHE: list[dict[str, Any]] = [
     {"max_util_for_resume": 0.5},
     {"iteration_stats_interval": 5},
     {"kv_events_config": {"enable_kv_cache_events": True, "topic": "t", "hwm": 5, "replay_endpoint": "tcp://*:5657"}},
+    {"kv_cache_event_hash_algo": "v1_block_key"},
     {"kv_cache_event_hash_algo": "v2_sha256"},
+    {"kv_cache_event_hash_algo": "v2_sha256_64"},
+    {"event_buffer_max_size": 16384, "attention_dp_events_gather_period_ms": 6},
     {"dtype": "float32"},
     {"dtype": "bfloat16"},
     {"block_reuse_config": {"policy": "per_request"}},
@@ -51,12 +54,8 @@ UNSUPPORTED_CACHE: list[dict[str, Any]] = [
     {"max_attention_window": [256]},  # with a sequence length of 2048, see below
     {"host_cache_size": 1},
     {"cold_tier_offload_min_priority": 30},
-    {"event_buffer_max_size": 1},
-    {"attention_dp_events_gather_period_ms": 6},
     {"dtype": "fp8"},
     {"dtype": "float64"},
-    {"kv_cache_event_hash_algo": "v1_block_key"},
-    {"kv_cache_event_hash_algo": "v2_sha256_64"},
     {"mixed_precision_first_n": 1},
     {"mixed_precision_last_n": 1},
     {"mamba_ssm_cache_dtype": "float16"},
@@ -274,6 +273,12 @@ class TestImpossible:
             refuse_impossible(worker({"kv_events_config": events}), max_seq_len=100, ranks_per_host=2, world_size=2)
         off = {"kv_events_config": events | {"enable_kv_cache_events": False}}
         refuse_impossible(worker(off), max_seq_len=100, ranks_per_host=2, world_size=2)
+
+    def test_buffered_events_need_reuse(self) -> None:
+        """§2."""
+        refuse_impossible(worker({"event_buffer_max_size": 0, "enable_block_reuse": False}), max_seq_len=100)
+        with pytest.raises(ConfigError, match="event_buffer_max_size needs enable_block_reuse"):
+            refuse_impossible(worker({"event_buffer_max_size": 1, "enable_block_reuse": False}), max_seq_len=100)
 
     def test_every_problem_is_in_one_message(self) -> None:
         with pytest.raises(ConfigError, match=r"tokens_per_block.*; .*avg_seq_len"):
