@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -20,6 +21,7 @@ from anyio.streams.memory import MemoryObjectSendStream
 from kvmesh.config import WorkerSettings
 from kvmesh.engine.rendezvous import rendezvous
 from kvmesh.engine.stream import EngineDeadError, StreamItem, TokenStream
+from kvmesh.protocol.cache_report import IterationRecord
 from kvmesh.protocol.engine import (
     Abort,
     DrainKvEvents,
@@ -28,6 +30,7 @@ from kvmesh.protocol.engine import (
     EngineStats,
     FromEngine,
     Generate,
+    IterationRecords,
     KvEventsDrained,
     LedgerUpdate,
     PeerDead,
@@ -47,6 +50,9 @@ __all__ = ["EngineClient", "EngineDeadError", "EngineStartError", "TokenStream"]
 STARTUP_TIMEOUT_S = 300.0
 """Bound of loading a model; a download happens before, in the front."""
 
+MAX_ITERATION_RECORDS = 1000
+"""Kept until somebody drains them; the oldest go first."""
+
 STOP_GRACE_S = 5.0
 """Time for an engine to leave by itself before it is killed."""
 
@@ -64,6 +70,7 @@ class EngineClient:
         epoch: of this life of the engine: later ones have larger numbers.
         ready: facts about the engine, fixed once it serves.
         stats: the latest statistics.
+        iterations: what iterations did, oldest first; whoever tells it takes it out.
     """
 
     def __init__(self, socket: zmq.asyncio.Socket, process: anyio.abc.Process, epoch: int) -> None:
@@ -84,6 +91,7 @@ class EngineClient:
         self._failure: str | None = None
         self._ready: EngineReady | None = None
         self.stats = EngineStats()
+        self.iterations: deque[IterationRecord] = deque(maxlen=MAX_ITERATION_RECORDS)
 
     @classmethod
     @asynccontextmanager
@@ -286,6 +294,8 @@ class EngineClient:
                 self._deliver(message.request_id, _error_of(message), last=True)
             case EngineStats():
                 self.stats = message
+            case IterationRecords():
+                self.iterations.extend(message.records)
             case LedgerUpdate():
                 for callback in self._ledger_callbacks:
                     callback(message.events)

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from kvmesh.protocol.cache_report import CacheReport, IterationRecord
 from kvmesh.protocol.kv_cache_events import KvCacheEvent
 from kvmesh.protocol.retention import RetentionConfig
 from kvmesh.protocol.sampling import SamplingParams, TokenLogprob
@@ -24,6 +25,7 @@ __all__ = [
     "FinishReason",
     "FromEngine",
     "Generate",
+    "IterationRecords",
     "KvEventsDrained",
     "LedgerUpdate",
     "PeerDead",
@@ -232,6 +234,14 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     events_buffer_dropped_total: int = 0
     integrity_checks_total: int = 0
     integrity_failures_total: int = 0
+    cache: CacheReport = msgspec.field(default_factory=CacheReport)
+    """The cache by tier and layer group."""
+
+
+class IterationRecords(msgspec.Struct, tag=True):
+    """What iterations did, oldest first; sent as often as :class:`EngineStats` at most."""
+
+    records: list[IterationRecord]
 
 
 class LedgerUpdate(msgspec.Struct, tag=True):
@@ -249,5 +259,13 @@ class KvEventsDrained(msgspec.Struct, tag=True):
 
 
 FromEngine = (
-    EngineReady | EngineFailed | TokenBatch | RequestFailed | Pong | EngineStats | LedgerUpdate | KvEventsDrained
+    EngineReady
+    | EngineFailed
+    | TokenBatch
+    | RequestFailed
+    | Pong
+    | EngineStats
+    | IterationRecords
+    | LedgerUpdate
+    | KvEventsDrained
 )

@@ -22,7 +22,7 @@ from kvmesh.models.store import resolve_model
 from kvmesh.models.tokenizer import Tokenizer
 from kvmesh.net.auth import ApiKeys
 from kvmesh.net.discovery import CoordinatorClient
-from kvmesh.net.http import REQUEST_ID, api_key_middleware, json_response, read_json
+from kvmesh.net.http import OPEN_PATHS, REQUEST_ID, api_key_middleware, json_response, read_json
 from kvmesh.net.service import Health, Service
 from kvmesh.protocol.engine import Generate
 from kvmesh.protocol.errors import ApiError, unavailable
@@ -37,6 +37,7 @@ from kvmesh.protocol.version import package_version
 from kvmesh.telemetry import get_logger
 from kvmesh.telemetry.tracing import Tracing
 from kvmesh.worker.answers import Answerer
+from kvmesh.worker.cache_metrics import CacheCollector
 from kvmesh.worker.conversations import ActiveConversations
 from kvmesh.worker.facts import load_of, member_of, server_info
 from kvmesh.worker.kv_events import KvEventsRoute
@@ -55,6 +56,9 @@ FAREWELL_S = 2.0
 """How long a client may take to read the end of its stream."""
 FAILURE_GRACE_S = 1.0
 """Between a failure and the end of the process: time for the failed requests' answers to leave."""
+
+_OPEN_PATHS = OPEN_PATHS | {"/stats"}
+"""Its figures are those of ``/metrics``."""
 
 ENDED = frozenset({"completed", "failed", "cancelled"})
 """Transfer states after which there is nothing to give up."""
@@ -78,7 +82,7 @@ class WorkerService(Service):
     def __init__(self, settings: WorkerSettings) -> None:
         name = "worker" if settings.role == "both" else settings.role
         keys = ApiKeys(settings.api_keys_file)
-        super().__init__(name, middleware=[api_key_middleware(keys)], drain_s=settings.drain_s)
+        super().__init__(name, middleware=[api_key_middleware(keys, _OPEN_PATHS)], drain_s=settings.drain_s)
         instance_id = settings.instance_id or f"{name}-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
         self.settings = settings.model_copy(update={"instance_id": instance_id})
         self.instance_id = instance_id
@@ -99,6 +103,7 @@ class WorkerService(Service):
         self._leave = anyio.Event()
         self._engine_gone: anyio.Event | None = None
         self.metrics.collect_statistics("kvmesh_engine", self._engine_statistics)
+        self.metrics.collect(CacheCollector(lambda: None if self._engine is None else self._engine.stats.cache))
         routes = self.app.router
         routes.add_post("/v1/completions", self._completions)
         routes.add_post("/v1/chat/completions", self._chat)
@@ -106,6 +111,7 @@ class WorkerService(Service):
         routes.add_get("/health_generate", self._health_generate)
         routes.add_get("/server_info", self._server_info)
         routes.add_get("/version", self._version)
+        routes.add_get("/stats", self._stats)
         routes.add_get("/iteration_stats", self._iteration_stats)
         routes.add_get("/perf_metrics", self._perf_metrics)
         routes.add_post("/kv_cache_events", self._kv_cache_events)
@@ -334,8 +340,12 @@ class WorkerService(Service):
     async def _version(self, _request: web.Request) -> web.Response:
         return json_response({"version": package_version()})
 
-    async def _iteration_stats(self, _request: web.Request) -> web.Response:
+    async def _stats(self, _request: web.Request) -> web.Response:
         return json_response(msgspec.structs.asdict(self._running_engine().stats))
+
+    async def _iteration_stats(self, _request: web.Request) -> web.Response:
+        records = self._running_engine().iterations
+        return json_response([records.popleft() for _ in range(len(records))])
 
     async def _perf_metrics(self, _request: web.Request) -> web.Response:
         return json_response(self._observations.drain_records())
@@ -349,4 +359,8 @@ class WorkerService(Service):
         return self._engine
 
     def _engine_statistics(self) -> dict[str, float]:
-        return {} if self._engine is None else msgspec.structs.asdict(self._engine.stats)
+        if self._engine is None:
+            return {}
+        statistics = msgspec.structs.asdict(self._engine.stats)
+        del statistics["cache"]  # has metrics of its own
+        return statistics

@@ -47,7 +47,7 @@ class Worker:
             return response.status, await response.json()
 
     async def stats(self) -> dict[str, Any]:
-        return await self.get("/iteration_stats")
+        return await self.get("/stats")
 
     async def complete(self, prompt: list[int], **options: Any) -> tuple[int, Any]:
         """A greedy completion; also one leg of it, with ``disaggregated_params``."""
