@@ -19,7 +19,6 @@ from kvmesh.config.worker import WorkerSettings
 __all__ = [
     "ALIASES",
     "DEFAULT_ONLY",
-    "FULL_ATTENTION_ONLY",
     "NO_EFFECT",
     "PARTIAL",
     "Partial",
@@ -96,11 +95,7 @@ PARTIAL: Mapping[type[BaseModel], Mapping[str, Partial]] = {
     },
     RouterSettings: {"schedule_style": _one_of("context_first")},
 }
-"""Built for some values; any other is refused at start. ``max_attention_window`` has a rule of its own, and ``dtype``
-one more, for when the model is known."""
-
-FULL_ATTENTION_ONLY = "full attention: unset, or windows of at least the sequence length"
-"""What is built of ``max_attention_window``; whether a window is that long depends on the server."""
+"""Built for some values; any other is refused at start. ``dtype`` has one more rule, for when the model is known."""
 
 _WALKED = (BlockReuseConfig, MambaStateConfig, KvPoolRebalanceConfig, KVEventsConfig)
 
@@ -130,7 +125,5 @@ def state_of(kind: type[BaseModel], name: str) -> str:
         return "not supported yet: default only"
     if isinstance(kind.model_fields[name].get_default(call_default_factory=True), BaseModel):
         return "see its table"
-    if kind is KvCacheConfig and name == "max_attention_window":
-        return f"implemented for {FULL_ATTENTION_ONLY}"
     partial = PARTIAL.get(kind, {}).get(name)
     return f"implemented for {partial.values}" if partial else "implemented"

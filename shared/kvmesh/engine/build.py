@@ -179,6 +179,9 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
     limits = _limits(settings, model, manager, transfers=transceiver is not None)
     sampler = Sampler(model.config.eos_token_ids)
     pages = SequencePages(manager)
+    addresses = [pool.address for pool in manager.pools]
+    uses_scratch = settings.kv_cache_config.enable_swa_scratch_reuse
+    scratch_groups = [group.group_id for group in layout.groups if uses_scratch and group.window is not None]
     desk = None if transceiver is None else TransferDesk(transceiver, settings.cache_transceiver_config, waiter, clock)
     executor = Executor(
         intake=Intake(limits, sampler, clock),
@@ -194,7 +197,8 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
         pages=pages,
         runner=BatchRunner(
             model,
-            KvPools.build(layout, [pool.address for pool in manager.pools]),
+            KvPools.build(layout, addresses),
+            split_pools=KvPools.build(layout, addresses, scratch_groups) if scratch_groups else None,
             num_groups=len(layout.groups),
             tokens_per_block=layout.tokens_per_block,
             max_batch_size=settings.max_batch_size,
@@ -255,12 +259,18 @@ def _device(settings: WorkerSettings) -> torch.device:
 
 def _load(settings: WorkerSettings, source: ModelSource, device: torch.device) -> CausalLM:
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    return load_model(source, device, dtype, max_seq_len=settings.max_seq_len)
+    return load_model(
+        source,
+        device,
+        dtype,
+        max_seq_len=settings.max_seq_len,
+        max_attention_window=settings.kv_cache_config.max_attention_window,
+    )
 
 
 def _check(settings: WorkerSettings, model: CausalLM) -> None:
     dtypes = {layer.dtype for layer in model.cache_requirements().layers}
-    refuse_unsupported(settings, max_seq_len=model.max_seq_len, cache_dtypes=dtypes)
+    refuse_unsupported(settings, cache_dtypes=dtypes)
     refuse_impossible(settings, max_seq_len=model.max_seq_len)
     for note in settings_without_effect(settings):
         _log.warning("setting has no effect here", setting=note)

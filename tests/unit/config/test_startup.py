@@ -35,6 +35,7 @@ SUPPORTED_CACHE: list[dict[str, Any]] = [
     {"max_gpu_total_bytes": 1 << 20},
     {"enable_partial_reuse": False, "copy_on_partial_reuse": False},
     {"tokens_per_block": 64},
+    {"max_attention_window": [256, 4096]},
     {"max_util_for_resume": 0.5},
     {"iteration_stats_interval": 5},
     {"kv_events_config": {"enable_kv_cache_events": True, "topic": "t", "hwm": 5, "replay_endpoint": "tcp://*:5657"}},
@@ -51,7 +52,6 @@ SUPPORTED_CACHE: list[dict[str, Any]] = [
 ]
 
 UNSUPPORTED_CACHE: list[dict[str, Any]] = [
-    {"max_attention_window": [256]},  # with a sequence length of 2048, see below
     {"host_cache_size": 1},
     {"cold_tier_offload_min_priority": 30},
     {"dtype": "fp8"},
@@ -119,16 +119,6 @@ def test_every_cache_field_is_either_built_or_refused() -> None:
     tried = {name for cache in (*SUPPORTED_CACHE, *UNSUPPORTED_CACHE) for name in cache}
     aliases = {"secondary_offload_min_priority", "mamba_state_cache_interval"}
     assert tried | aliases == set(KvCacheConfig.model_fields)
-
-
-def test_windows_as_long_as_a_sequence_mean_full_attention() -> None:
-    """§2 max_attention_window."""
-    cache = {"max_attention_window": [2048, 4096]}
-    refuse_unsupported(worker(cache), max_seq_len=2048)
-    refuse_unsupported(worker(cache, max_seq_len=2048))
-    refuse_unsupported(worker(cache))  # judged when the model is known
-    with pytest.raises(NotSupportedYetError, match="this version has full attention"):
-        refuse_unsupported(worker(cache), max_seq_len=4096)
 
 
 def test_the_cache_has_the_data_type_of_its_model() -> None:
