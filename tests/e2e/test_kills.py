@@ -218,7 +218,7 @@ async def test_router_dies(up: Up, golden: list[dict[str, Any]]) -> None:
 
 async def test_pages_are_all_there_afterwards(up: Up) -> None:
     def idle() -> bool:
-        stats = [json.loads(request(f"{member['url']}/iteration_stats")[1]) for member in workers_of(up)]
+        stats = [json.loads(request(f"{member['url']}/stats")[1]) for member in workers_of(up)]
         return all(
             one["pages_free"] + one["pages_evictable"] == one["pages_total"] and one["integrity_failures_total"] == 0
             for one in stats

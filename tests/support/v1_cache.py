@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmesh.cache.device import CpuDevice, DeviceBuffer
+from kvmesh.cache.device import CpuDevice
 from kvmesh.cache.errors import TierFailedError
 from kvmesh.cache.events import StoredBlocks
 from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
+from kvmesh.cache.storage import Storage
+from kvmesh.cache.storage.memory import HostPool
 from kvmesh.cache.v1 import V1CacheManager, V1Settings
 from kvmesh.cache.v1.sequence import V1Sequence
 from kvmesh.hashing import ReuseScope, as_token_ids
@@ -30,42 +32,26 @@ def fingerprint(scope: ReuseScope, prefix: Sequence[int], group: int) -> int:
     return zlib.crc32(repr((scope, list(prefix), group)).encode()) + 1
 
 
-class FakePageMemory:
-    """Levels as plain arrays; pages can be damaged, and a level can refuse pages."""
+class FaultyStorage(Storage):
+    """The real levels, whose host pages can be damaged, and which can refuse pages."""
 
-    def __init__(self, layout: PageLayout, num_pages: Sequence[Sequence[int]], device: CpuDevice) -> None:
-        self.device = device
-        self.pools: list[DeviceBuffer] = [
-            device.allocate(count * pool.page_bytes) for count, pool in zip(num_pages[0], layout.pools, strict=True)
-        ]
-        self.pages = [
-            [buffer.array.reshape(-1, pool.page_bytes) for buffer, pool in zip(self.pools, layout.pools, strict=True)]
-        ]
-        for counts in num_pages[1:]:
-            sizes = zip(counts, layout.pools, strict=True)
-            self.pages.append([np.zeros((count, pool.page_bytes), dtype=np.uint8) for count, pool in sizes])
-        self.damaged: set[tuple[int, int, int]] = set()
-        """(level, pool, slot)"""
-        self.refuses: int | None = None
-        self.closed = 0
+    refuses = False
+    num_closed = 0
 
-    def copy(self, pool: int, src_slots: Slots, dst_slots: Slots) -> None:
-        assert len(src_slots) == len(dst_slots)
-        self.pages[0][pool][dst_slots] = self.pages[0][pool][src_slots]
+    def damage(self, pool: int, slot: int) -> None:
+        """Flip a bit of a host page."""
+        host = self._cold[0][pool]
+        assert isinstance(host, HostPool)
+        host.array[slot * host.page_bytes] ^= 1
 
     def move(self, pool: int, src_level: int, src_slots: Slots, dst_level: int, dst_slots: Slots) -> NDArray[np.bool_]:
-        assert len(set(dst_slots.tolist())) == len(src_slots) == len(dst_slots) > 0
-        if dst_level == self.refuses:
+        if self.refuses and dst_level:
             raise TierFailedError(dst_level, "full")
-        self.damaged -= {(dst_level, pool, slot) for slot in dst_slots.tolist()}
-        good = np.array([(src_level, pool, slot) not in self.damaged for slot in src_slots.tolist()], dtype=np.bool_)
-        self.pages[dst_level][pool][dst_slots[good]] = self.pages[src_level][pool][src_slots[good]]
-        return good
+        return super().move(pool, src_level, src_slots, dst_level, dst_slots)
 
     def close(self) -> None:
-        self.closed += 1
-        while self.pools:
-            self.device.free(self.pools.pop())
+        self.num_closed += 1
+        super().close()
 
 
 class RecordingSink:
@@ -93,7 +79,8 @@ class RecordingSink:
         assert blocks.priorities.dtype == np.uint8
         prefix: tuple[int, ...] = ()
         if blocks.parent_key is not None:
-            scope, prefix = self.known[group][blocks.parent_key]
+            # A group with a window may continue a block that it never had itself.
+            scope, prefix = next(known[blocks.parent_key] for known in self.known if blocks.parent_key in known)
             assert scope == blocks.scope
         stored = zip(blocks.keys, blocks.token_ids.tolist(), blocks.priorities.tolist(), strict=True)
         for key, tokens, priority in stored:
@@ -166,12 +153,13 @@ class SmallCache:
         self.sink = RecordingSink()
         self.clock = ManualClock()
         self.device = CpuDevice(1 << 24)
-        self.memory = FakePageMemory(self.layout, counts, self.device)
+        tiers = ("gpu", "host")[: len(counts)]
+        self.memory = FaultyStorage(self.layout, counts, tiers, self.device)
         self.manager = V1CacheManager(
             self.layout,
             self.memory,
             counts,
-            ("gpu", "host")[: len(counts)],
+            tiers,
             V1Settings(**settings),  # type: ignore[arg-type]
             event_sink=self.sink,
             clock=self.clock,
@@ -215,7 +203,8 @@ class SmallCache:
 
     def words(self, group: int) -> NDArray[np.int64]:
         """``[slots, tokens of a block]``: the place of each fingerprint on the device."""
-        pages = self.memory.pages[0][self.layout.groups[group].pool]
+        group_layout = self.layout.groups[group]
+        pages = self.memory.pools[group_layout.pool].array.reshape(-1, group_layout.page_bytes)
         return pages.view(np.int64)[:, : self.size * WORDS_PER_TOKEN : WORDS_PER_TOKEN]
 
     def write(self, sequence: V1Sequence, tokens: Sequence[int], prefix: Sequence[int]) -> None:
@@ -251,5 +240,5 @@ class SmallCache:
         stats = self.manager.stats()
         assert stats.free == stats.total
         assert not any(self.sink.prefixes), "every stored key is removed"
-        assert self.memory.closed == 1
+        assert self.memory.num_closed == 1
         assert self.device.free_bytes == 1 << 24

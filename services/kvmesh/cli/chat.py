@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     url = router_url(args)
     headers = auth_headers(args)
-    model = args.model or anyio.run(served_model, url, headers)
+    model = args.model or anyio.run(served_model, url, headers, bool(args.url))
     history = [{"role": "system", "content": args.system}] if args.system else []
     options = {"model": model, "max_tokens": args.max_tokens, "temperature": args.temperature}
     if args.message:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvmesh.cli.errors import UserError
+from kvmesh.cli.reach import explained
 from kvmesh.net.client import HttpClient, PeerUnreachableError
 from kvmesh.protocol.errors import ApiError
 
@@ -19,17 +20,22 @@ class _Models(msgspec.Struct):
     data: list[_Card]
 
 
-async def served_model(url: str, headers: dict[str, str] | None = None) -> str:
+async def served_model(url: str, headers: dict[str, str] | None = None, given: bool = False) -> str:
     """The first model of ``/v1/models``, of KVMesh or any other OpenAI-compatible server.
+
+    Args:
+        url: its base URL.
+        headers: such as an API key.
+        given: whether the user named the URL.
 
     Raises:
         UserError: nobody answers, or no model is served.
     """
-    try:
-        async with HttpClient(timeout_s=5.0, headers=headers) as http:
+    async with HttpClient(timeout_s=5.0, headers=headers) as http:
+        try:
             models = await http.call("GET", f"{url}/v1/models", _Models)
-    except (PeerUnreachableError, ApiError) as error:
-        raise UserError(f"{error}; is the mesh up? 'kvmesh up' starts one") from error
+        except (PeerUnreachableError, ApiError, msgspec.DecodeError) as error:
+            raise await explained(http, error, url, wanted="router", given=given) from error
     if not models.data:
         raise UserError(f"{url} serves no model yet; try again in a moment")
     return models.data[0].id

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Mapping
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 import anyio
@@ -12,10 +14,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvmesh.cli.errors import UserError
+from kvmesh.cli.reach import explained
 from kvmesh.cli.rundir import RunDir, is_running
+from kvmesh.cli.status_cache import cache_block
 from kvmesh.cli.target import coordinator_url
 from kvmesh.net.client import HttpClient, PeerUnreachableError
+from kvmesh.protocol.cache_report import CacheReport
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.members import Member, MemberList
 from kvmesh.protocol.transfer import TransferList, TransferRecord
@@ -23,6 +27,17 @@ from kvmesh.protocol.transfer import TransferList, TransferRecord
 __all__ = ["add_arguments", "run"]
 
 SHOWN_TRANSFERS = 5
+MEMBER_TIMEOUT_S = 2.0
+"""A member that has not answered by then is shown without its figures."""
+WORKER_ROLES = frozenset({"context", "generation", "both"})
+WORKER_DIALECT = "kvmesh"
+FAILED = 1
+
+
+class _WorkerStats(msgspec.Struct):
+    """What is read of a worker's ``/stats``; one of another version may lack it."""
+
+    cache: CacheReport = msgspec.field(default_factory=CacheReport)
 
 
 class _Status(msgspec.Struct):
@@ -32,6 +47,10 @@ class _Status(msgspec.Struct):
     members: MemberList
     transfers: TransferList
     stuck: TransferList
+    caches: dict[str, CacheReport]
+    """By worker."""
+    unreachable: dict[str, str]
+    """Members that do not answer, and why."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:  # noqa: ARG001 - one command
@@ -42,42 +61,69 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:  # noqa: 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the state of the mesh."""
-    url = coordinator_url(args)
+    """Show the state of the mesh; 1 when one of its members does not answer."""
+    url, given = coordinator_url(args), bool(args.coordinator)
     console = Console()
+    if args.watch and not args.json:
+        _watch(console, url, given)
+    status = anyio.run(_read, url, given)
     if args.json:
-        console.file.write(msgspec.json.encode(anyio.run(_read, url)).decode() + "\n")
-    elif args.watch:
-        _watch(console, url)
+        console.file.write(msgspec.json.encode(status).decode() + "\n")
     else:
-        console.print(_render(anyio.run(_read, url)))
-    return 0
+        console.print(_render(status))
+    return FAILED if status.unreachable else 0
 
 
-def _watch(console: Console, url: str) -> None:
+def _watch(console: Console, url: str, given: bool) -> NoReturn:
     from rich.live import Live
 
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            live.update(_render(anyio.run(_read, url)), refresh=True)
+            live.update(_render(anyio.run(_read, url, given)), refresh=True)
             time.sleep(1.0)
 
 
-async def _read(url: str) -> _Status:
-    try:
-        async with HttpClient(timeout_s=5.0) as http:
-            return _Status(
+async def _read(url: str, given: bool) -> _Status:
+    async with HttpClient(timeout_s=5.0) as http:
+        try:
+            status = _Status(
                 coordinator=url,
                 members=await http.call("GET", f"{url}/members", MemberList),
                 transfers=await http.call("GET", f"{url}/transfers?limit={SHOWN_TRANSFERS}", TransferList),
                 stuck=await http.call("GET", f"{url}/transfers?stuck=1&limit={SHOWN_TRANSFERS}", TransferList),
+                caches={},
+                unreachable={},
             )
-    except (PeerUnreachableError, ApiError) as error:
-        raise UserError(f"{error}; is the mesh up? 'kvmesh up' starts one") from error
+        except (PeerUnreachableError, ApiError, msgspec.DecodeError) as error:
+            raise await explained(http, error, url, wanted="coordinator", given=given) from error
+        async with anyio.create_task_group() as tasks:
+            for member in status.members.members:
+                tasks.start_soon(_ask, http, member, status)
+    return status
+
+
+async def _ask(http: HttpClient, member: Member, status: _Status) -> None:
+    """Add a worker's cache, or why a member does not answer."""
+    try:
+        if member.role in WORKER_ROLES and member.dialect == WORKER_DIALECT:
+            stats = await http.call("GET", f"{member.url}/stats", _WorkerStats, timeout_s=MEMBER_TIMEOUT_S)
+            status.caches[member.instance_id] = stats.cache
+        else:
+            async with http.open("GET", f"{member.url}/health", timeout_s=MEMBER_TIMEOUT_S):
+                pass
+    except PeerUnreachableError as error:
+        status.unreachable[member.instance_id] = str(error)
+    except (ApiError, msgspec.DecodeError):
+        pass  # it answers; loading, draining or of another version
 
 
 def _render(status: _Status) -> RenderableType:
-    parts: list[RenderableType] = [_processes(), _members(status.members.members), _transfers(status.transfers)]
+    members = sorted(status.members.members, key=lambda member: (member.role, member.instance_id))
+    parts: list[RenderableType] = [_processes(), _members(members, status.unreachable)]
+    for member in members:
+        if (report := status.caches.get(member.instance_id)) is not None:
+            parts += [Text(), cache_block(member.instance_id, urlsplit(member.url).netloc, report)]
+    parts += [Text(), _transfers(status.transfers)]
     if status.stuck.transfers:
         parts += [
             Text(f"{status.stuck.stuck} stuck transfers, oldest first:", "bold red"),
@@ -97,14 +143,18 @@ def _processes() -> RenderableType:
     )
 
 
-def _members(members: list[Member]) -> Table:
+def _members(members: list[Member], unreachable: Mapping[str, str]) -> Table:
     table = _plain_table("member", "address", "busy", "moving", "pages free", "cached", "output", left=2)
-    for member in sorted(members, key=lambda member: (member.role, member.instance_id)):
+    for member in members:
         load = member.load
         role = "" if member.instance_id.startswith(member.role) else f" ({member.role})"
-        name = Text(member.instance_id + role) + (Text(" draining", "yellow") if member.draining else Text())
+        name = Text(member.instance_id + role)
+        if member.draining:
+            name += Text(" draining", "yellow")
+        if member.instance_id in unreachable:
+            name += Text(" does not answer", "bold red")
         row: list[RenderableType] = [name, urlsplit(member.url).netloc]
-        if member.role not in ("router", "indexer"):
+        if member.role in WORKER_ROLES:
             row += [
                 f"{load.running}+{load.waiting}",
                 str(load.in_transfer),
@@ -138,8 +188,10 @@ def _transfers(listed: TransferList) -> RenderableType:
 
 def _list(records: list[TransferRecord]) -> Table:
     table = _plain_table("transfer", "state", "from", "to", "tokens", "moved", "age", left=4)
-    table.add_column("reason")
-    for record in records:
+    reasons = ["; ".join(side.reason for side in record.sides if side.reason) for record in records]
+    if any(reasons):
+        table.add_column("reason")
+    for record, reason in zip(records, reasons, strict=True):
         sides = {side.side: side for side in record.sides}
         source, target = sides.get("context"), sides.get("generation")
         moved = max((side.num_bytes for side in record.sides), default=0)
@@ -151,6 +203,6 @@ def _list(records: list[TransferRecord]) -> Table:
             str(max((side.num_tokens for side in record.sides), default=0)),
             f"{moved / 1e6:.2f} MB" if moved else "-",
             f"{record.age_ms} ms" if record.age_ms < 10_000 else f"{record.age_ms / 1000:.0f} s",
-            "; ".join(side.reason for side in record.sides if side.reason),
+            *([reason] if any(reasons) else []),
         )
     return table

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import contextlib
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,9 @@ from kvmesh.cache.device import DeviceBuffer, DeviceMemoryError, Fence
 from kvmesh.cache.runs import page_runs
 
 __all__ = ["CudaDevice"]
+
+_PORTABLE: Final = 1
+"""``cudaHostRegisterPortable``: page-locked for every GPU of the process."""
 
 
 class CudaDevice:
@@ -97,9 +101,11 @@ class CudaDevice:
         import torch
 
         with torch.cuda.device(self._torch_device):
-            torch.cuda.current_stream()  # there must be a context
-            status = int(_cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
+            status = int(_cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE))
         if status != 0:
+            # CUDA keeps the error for whoever asks next: let that be somebody who does not mind.
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device=self._torch_device)
             raise DeviceMemoryError(f"cannot page-lock {memory.nbytes} bytes of host memory: CUDA error {status}")
 
     def unregister_host(self, memory: NDArray[np.uint8]) -> None:

@@ -17,7 +17,6 @@ class PageLease:
 
     Attributes:
         num_tokens: tokens whose pages are pinned.
-        created_s: when it was taken (monotonic).
     """
 
     def __init__(
@@ -26,11 +25,8 @@ class PageLease:
         tables: Sequence[PageTable],
         pages: Sequence[Pages],
         on_release: Callable[[PageLease], None],
-        *,
-        created_s: float = 0.0,
     ) -> None:
         self.num_tokens = num_tokens
-        self.created_s = created_s
         self._tables = tables
         self._blocks = list(pages)
         self._pages: list[Pages] = [held[held != NO_PAGE] for held in pages]

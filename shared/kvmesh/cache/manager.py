@@ -25,7 +25,7 @@ from kvmesh.cache.priorities import PagePriorities
 from kvmesh.cache.rebalance import RebalanceTuner
 from kvmesh.cache.sequence import KvCache, SequenceState
 from kvmesh.cache.settings import CacheSettings
-from kvmesh.cache.stats import CacheStats, GroupPages, LevelStats, ages_of
+from kvmesh.cache.stats import CacheStats, GroupPages, LevelStats
 from kvmesh.cache.storage import Storage
 from kvmesh.cache.store import NO_MATCH, BlockMatch, BlockStore
 from kvmesh.cache.windows import blocks_needed
@@ -80,7 +80,6 @@ class KvCacheManager:
         self._sequences: set[KvCache] = set()
         self._leases: set[PageLease] = set()
         self._conversations = Conversations(self.store, self.settings.max_num_turns)
-        self._now_s = 0.0
         self._closed = False
         if event_sink is not None:
             event_sink.on_created(self.tiers, [[counts[group.pool] for counts in num_pages] for group in layout.groups])
@@ -199,7 +198,6 @@ class KvCacheManager:
 
     def tick(self, now_s: float) -> None:
         """Let retention durations that have run out by ``now_s`` (monotonic) expire. Call it once a step."""
-        self._now_s = now_s
         for table in self.store.tables:
             for page, old in table.expire(now_s):
                 self.store.announce_priority(table, page, old)
@@ -224,7 +222,7 @@ class KvCacheManager:
 
     def lease(self, num_tokens: int, pages: list[Pages]) -> PageLease:
         """Pin ``pages`` of each layer group; :meth:`KvCache.hold` is the way to call this."""
-        lease = PageLease(num_tokens, self.store.group_tables, pages, self._leases.discard, created_s=self._now_s)
+        lease = PageLease(num_tokens, self.store.group_tables, pages, self._leases.discard)
         self._leases.add(lease)
         return lease
 
@@ -278,7 +276,6 @@ class KvCacheManager:
             cached_blocks=self.store.num_blocks,
             pools=pools,
             counters=replace(self.store.counters),
-            pinned_by_age=ages_of((self._now_s - lease.created_s, lease.num_pages) for lease in self._leases),
         )
 
     def level_stats(self) -> list[LevelStats]:

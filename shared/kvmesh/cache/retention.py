@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmesh.protocol.retention import DEFAULT_PRIORITY, MAX_PRIORITY, RetentionConfig
+from kvmesh.protocol.retention import DEFAULT_PRIORITY, MAX_PRIORITY, RetentionConfig, TokenRangeRetention
 
-__all__ = ["block_priorities", "validate"]
+__all__ = ["block_priorities", "touched_blocks", "validate"]
 
 _MS_PER_S = 1000.0
 
@@ -51,19 +51,39 @@ def block_priorities(
     durations_s: NDArray[np.float64] = np.full(count, np.inf)
     if config is None:
         return priorities, durations_s
-
-    def fill(first: int, last: int, priority: int, duration_ms: int | None) -> None:
-        blocks = slice(max(first - begin_block, 0), max(last - begin_block, 0))
-        priorities[blocks] = priority
-        durations_s[blocks] = np.inf if duration_ms is None else duration_ms / _MS_PER_S
-
+    generated = slice(max(-(-prompt_len // tokens_per_block) - begin_block, 0), count)
+    priorities[generated] = config.decode_retention_priority
+    durations_s[generated] = _seconds(config.decode_duration_ms)
     for retention in reversed(config.token_range_retention_configs):
-        end = prompt_len if retention.token_end is None else min(retention.token_end, prompt_len)
-        if retention.token_start < end:
-            first, last = retention.token_start // tokens_per_block, -(-end // tokens_per_block)
-            fill(first, last, retention.priority, retention.duration_ms)
-    fill(-(-prompt_len // tokens_per_block), end_block, config.decode_retention_priority, config.decode_duration_ms)
+        touched = _touched(retention, prompt_len, begin_block, end_block, tokens_per_block)
+        priorities[touched] = retention.priority
+        durations_s[touched] = _seconds(retention.duration_ms)
     return priorities, durations_s
+
+
+def touched_blocks(
+    config: RetentionConfig, prompt_len: int, begin_block: int, end_block: int, tokens_per_block: int
+) -> NDArray[np.bool_]:
+    """Which of the blocks ``begin_block .. end_block - 1`` a range of ``config`` touches: bool ``[n]``."""
+    touched: NDArray[np.bool_] = np.zeros(end_block - begin_block, dtype=np.bool_)
+    for retention in config.token_range_retention_configs:
+        touched[_touched(retention, prompt_len, begin_block, end_block, tokens_per_block)] = True
+    return touched
+
+
+def _touched(
+    retention: TokenRangeRetention, prompt_len: int, begin_block: int, end_block: int, tokens_per_block: int
+) -> slice:
+    """Indices, from ``begin_block`` on, of the blocks with a prompt token inside the range."""
+    end = prompt_len if retention.token_end is None else min(retention.token_end, prompt_len)
+    if end <= retention.token_start:
+        return slice(0, 0)
+    first, last = retention.token_start // tokens_per_block, min(-(-end // tokens_per_block), end_block)
+    return slice(max(first - begin_block, 0), max(last - begin_block, 0))
+
+
+def _seconds(duration_ms: int | None) -> float:
+    return np.inf if duration_ms is None else duration_ms / _MS_PER_S
 
 
 def _check(priority: int, duration_ms: int | None) -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvmesh.cache.pages import PageCounts
 
-__all__ = ["PIN_AGES_S", "CacheCounters", "CacheStats", "GroupPages", "LevelStats", "ages_of"]
-
-PIN_AGES_S = (1.0, 10.0, 60.0)
-"""Upper bounds of the age classes of leases; the last class has none."""
+__all__ = ["CacheCounters", "CacheStats", "GroupPages", "LevelStats"]
 
 
 @dataclass(slots=True)
@@ -64,8 +60,6 @@ class CacheStats(NamedTuple):
     cached_blocks: int
     pools: tuple[PageCounts, ...]
     counters: CacheCounters
-    pinned_by_age: tuple[int, ...] = ()
-    """Pages under leases by the age of the lease: up to each of :data:`PIN_AGES_S`, and beyond."""
 
 
 class GroupPages(NamedTuple):
@@ -90,11 +84,3 @@ class LevelStats(NamedTuple):
     free: tuple[int, ...]
     """Free slots by pool."""
     groups: tuple[GroupPages, ...]
-
-
-def ages_of(leases: Iterable[tuple[float, int]]) -> tuple[int, ...]:
-    """Pages by age class, from (age in seconds, pages) pairs."""
-    counts = [0] * (len(PIN_AGES_S) + 1)
-    for age_s, num_pages in leases:
-        counts[sum(age_s > bound for bound in PIN_AGES_S)] += num_pages
-    return tuple(counts)

@@ -9,28 +9,24 @@ from kvmesh.config.event_ports import event_port_problems
 from kvmesh.config.kv_cache import KvCacheConfig
 from kvmesh.config.mesh import MeshSettings
 from kvmesh.config.service import ServiceSettings
-from kvmesh.config.support import FULL_ATTENTION_ONLY, NO_EFFECT, PARTIAL, unsupported_fields
+from kvmesh.config.support import NO_EFFECT, PARTIAL, unsupported_fields
 from kvmesh.config.worker import WorkerSettings
 
 __all__ = ["refuse_impossible", "refuse_unsupported", "settings_without_effect"]
 
 
-def refuse_unsupported(
-    settings: ServiceSettings, *, max_seq_len: int | None = None, cache_dtypes: Collection[str] | None = None
-) -> None:
+def refuse_unsupported(settings: ServiceSettings, *, cache_dtypes: Collection[str] | None = None) -> None:
     """Refuse settings whose behaviour this version does not have.
 
     Args:
         settings: of any service; those of a mesh stand for all its processes.
-        max_seq_len: the sequence length of the server; attention windows at least that long mean full attention.
-            Defaults to ``WorkerSettings.max_seq_len``; until it is known, windows are not judged.
         cache_dtypes: data types of the model's cache; until they are known, it is only judged whether a model can
             have the one that is set.
 
     Raises:
         NotSupportedYetError: "not supported yet: ...", every blocker in one message.
     """
-    blockers = list(_blockers(settings, max_seq_len, cache_dtypes))
+    blockers = list(_blockers(settings, cache_dtypes))
     if blockers:
         raise NotSupportedYetError(f"not supported yet: {'; '.join(blockers)}")
 
@@ -87,35 +83,27 @@ def settings_without_effect(settings: WorkerSettings) -> list[str]:
     return notes
 
 
-def _blockers(
-    settings: ServiceSettings, max_seq_len: int | None, cache_dtypes: Collection[str] | None
-) -> Iterator[str]:
+def _blockers(settings: ServiceSettings, cache_dtypes: Collection[str] | None) -> Iterator[str]:
     yield from unsupported_fields(settings)
     if isinstance(settings, WorkerSettings):
-        yield from _worker_blockers(settings, max_seq_len, cache_dtypes)
+        yield from _worker_blockers(settings, cache_dtypes)
     elif isinstance(settings, MeshSettings):
         counts = {"context": settings.num_context, "generation": settings.num_generation}
         counts["aggregated"] = settings.num_aggregated
         for role, count in counts.items():
             if count:
                 template: WorkerSettings = getattr(settings, role)
-                yield from (f"{role}.{blocker}" for blocker in _blockers(template, max_seq_len, cache_dtypes))
-        yield from (f"router.{blocker}" for blocker in _blockers(settings.router, max_seq_len, cache_dtypes))
+                yield from (f"{role}.{blocker}" for blocker in _blockers(template, cache_dtypes))
+        yield from (f"router.{blocker}" for blocker in _blockers(settings.router, cache_dtypes))
 
 
-def _worker_blockers(
-    settings: WorkerSettings, max_seq_len: int | None, cache_dtypes: Collection[str] | None
-) -> Iterator[str]:
+def _worker_blockers(settings: WorkerSettings, cache_dtypes: Collection[str] | None) -> Iterator[str]:
     cache = settings.kv_cache_config
     transfer = settings.cache_transceiver_config
     yield from unsupported_fields(cache, "kv_cache_config.")
     known = cache_dtypes is not None and PARTIAL[KvCacheConfig]["dtype"].accepts(cache.dtype)
     if known and cache.dtype != "auto" and set(cache_dtypes or ()) != {cache.dtype}:
         yield f"kv_cache_config.dtype={cache.dtype!r} (this model's cache has {', '.join(sorted(cache_dtypes or ()))})"
-    limit = max_seq_len if max_seq_len is not None else settings.max_seq_len
-    windows = cache.max_attention_window
-    if windows is not None and limit is not None and min(windows) < limit:
-        yield f"kv_cache_config.max_attention_window={windows!r} (this version has {FULL_ATTENTION_ONLY})"
     yield from unsupported_fields(transfer, "cache_transceiver_config.")
     if transfer.transceiver_runtime == "auto" and transfer.kv_transfer_timeout_ms is None:
         yield (
@@ -141,7 +129,10 @@ def _size_problems(cache: KvCacheConfig) -> Iterator[str]:
 
 
 def _event_problems(settings: WorkerSettings, ranks_per_host: int, world_size: int) -> Iterator[str]:
-    events = settings.kv_cache_config.kv_events_config
+    cache = settings.kv_cache_config
+    if cache.event_buffer_max_size > 0 and not cache.enable_block_reuse:
+        yield "kv_cache_config.event_buffer_max_size needs enable_block_reuse: without reuse there are no events"
+    events = cache.kv_events_config
     if events is None or not events.enable_kv_cache_events:
         return
     if settings.pipeline_parallel_size > 1 or settings.context_parallel_size > 1:

@@ -19,7 +19,6 @@ from kvmesh.config.worker import WorkerSettings
 __all__ = [
     "ALIASES",
     "DEFAULT_ONLY",
-    "FULL_ATTENTION_ONLY",
     "NO_EFFECT",
     "PARTIAL",
     "Partial",
@@ -65,7 +64,7 @@ ALIASES: Mapping[type[BaseModel], Mapping[str, str]] = {
 DEFAULT_ONLY: Mapping[type[BaseModel], frozenset[str]] = {
     KvCacheConfig: frozenset(
         {
-            "cold_tier_offload_min_priority", "event_buffer_max_size", "attention_dp_events_gather_period_ms",
+            "cold_tier_offload_min_priority",
             "mixed_precision_first_n", "mixed_precision_last_n", "mamba_ssm_cache_dtype",
             "mamba_ssm_stochastic_rounding", "mamba_ssm_philox_rounds", "enable_swa_scratch_reuse",
             "enable_kv_pool_rebalance", "disk_prefetch_num_reqs", "fp8_context_mla_kv_len_cap", "pool_ratio",
@@ -85,7 +84,6 @@ OWN_DTYPE_ONLY = "auto, and the data type that the model is served in"
 PARTIAL: Mapping[type[BaseModel], Mapping[str, Partial]] = {
     KvCacheConfig: {
         "dtype": Partial(OWN_DTYPE_ONLY, lambda dtype: dtype in ("auto", "float32", "float16", "bfloat16")),
-        "kv_cache_event_hash_algo": _one_of("auto", "v2_sha256"),
         "host_cache_size": _one_of(None, 0),
         "disk_cache_size": _one_of(None, 0),
         "use_kv_cache_manager_v2": _one_of(True),
@@ -97,11 +95,7 @@ PARTIAL: Mapping[type[BaseModel], Mapping[str, Partial]] = {
     },
     RouterSettings: {"schedule_style": _one_of("context_first")},
 }
-"""Built for some values; any other is refused at start. ``max_attention_window`` has a rule of its own, and ``dtype``
-one more, for when the model is known."""
-
-FULL_ATTENTION_ONLY = "full attention: unset, or windows of at least the sequence length"
-"""What is built of ``max_attention_window``; whether a window is that long depends on the server."""
+"""Built for some values; any other is refused at start. ``dtype`` has one more rule, for when the model is known."""
 
 _WALKED = (BlockReuseConfig, MambaStateConfig, KvPoolRebalanceConfig, KVEventsConfig)
 
@@ -131,7 +125,5 @@ def state_of(kind: type[BaseModel], name: str) -> str:
         return "not supported yet: default only"
     if isinstance(kind.model_fields[name].get_default(call_default_factory=True), BaseModel):
         return "see its table"
-    if kind is KvCacheConfig and name == "max_attention_window":
-        return f"implemented for {FULL_ATTENTION_ONLY}"
     partial = PARTIAL.get(kind, {}).get(name)
     return f"implemented for {partial.values}" if partial else "implemented"

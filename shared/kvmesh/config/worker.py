@@ -30,6 +30,10 @@ class EventWireSettings(StrictModel):
     """Whether 64-bit block hashes are sent as unsigned or as two's complement signed integers."""
     event_encoding: Literal["map", "array"] = "map"
     """Tagged maps, or positional arrays for older consumers."""
+    tier_moves: Literal["publish", "device_only"] = "publish"
+    """What is told of a block that moves between device, host and disk. ``publish``: it is stored in the new medium and
+    then removed from the old one. ``device_only``: nothing, and every block is in ``GPU`` until it is gone, as in
+    TensorRT-LLM."""
 
 
 class WorkerSettings(TracedSettings):

@@ -30,7 +30,8 @@ from kvmesh.engine.scheduler import Scheduler, SchedulerLimits
 from kvmesh.engine.transfers import TransferDesk
 from kvmesh.engine.waiting import LoopWaiter
 from kvmesh.events.endpoints import EndpointError
-from kvmesh.events.factory import EventSource, create_event_source
+from kvmesh.events.factory import EventOrigin, create_event_source
+from kvmesh.events.source import EventSource
 from kvmesh.events.target import NoTargetGroupError
 from kvmesh.kernels import ops
 from kvmesh.models.base import CausalLM, KvPools
@@ -64,9 +65,6 @@ _START_ERRORS = (
 
 FINGERPRINT_SHOWN = 12
 """Hex digits of a checkpoint's fingerprint in messages for people; compared is the whole."""
-
-KEY_HASH_ALGO = "v2_sha256"
-"""What the V2 manager's block keys are; ``kv_cache_event_hash_algo`` can ask for no other."""
 
 _log = get_logger("engine.build")
 
@@ -123,10 +121,13 @@ class Engine:
 
     def close(self) -> None:
         """Stop threads, free ports and memory. The channel stays open; it is closed after this."""
-        self._events.shutdown()
-        if self._transceiver is not None:
-            self._transceiver.shutdown()
-        self.manager.close()
+        try:
+            if self._transceiver is not None:
+                self._transceiver.shutdown()
+            self.manager.close()
+        finally:
+            # Last: the cache has just told that its blocks are gone.
+            self._events.shutdown()
 
 
 def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock: Clock) -> Engine:
@@ -150,7 +151,17 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
         model_prefers_v2=any(layer.window is not None for layer in requirements.layers),
     )
     layout = PageLayout.build(requirements, settings.kv_cache_config.tokens_per_block)
-    events = create_event_source(settings, layout, model_name=settings.served_model_name or source.name)
+    events = create_event_source(
+        settings,
+        EventOrigin(
+            model_name=settings.served_model_name or source.name,
+            layout=layout,
+            manager_v2=cache_config.use_kv_cache_manager_v2 is True,
+            max_seq_len=model.max_seq_len,
+            vocab_size=model.config.vocab_size,
+        ),
+        clock,
+    )
     manager, plan = create_manager(
         cache_config,
         layout,
@@ -179,6 +190,9 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
     limits = _limits(settings, model, plan.longest_request_tokens, transfers=transceiver is not None)
     sampler = Sampler(model.config.eos_token_ids)
     pages = SequencePages(manager)
+    addresses = [pool.address for pool in manager.pools]
+    uses_scratch = settings.kv_cache_config.enable_swa_scratch_reuse
+    scratch_groups = [group.group_id for group in layout.groups if uses_scratch and group.window is not None]
     desk = None if transceiver is None else TransferDesk(transceiver, settings.cache_transceiver_config, waiter, clock)
     executor = Executor(
         intake=Intake(limits, sampler, clock),
@@ -194,7 +208,8 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
         pages=pages,
         runner=BatchRunner(
             model,
-            KvPools.build(layout, [pool.address for pool in manager.pools]),
+            KvPools.build(layout, addresses),
+            split_pools=KvPools.build(layout, addresses, scratch_groups) if scratch_groups else None,
             num_groups=len(layout.groups),
             tokens_per_block=layout.tokens_per_block,
             max_batch_size=settings.max_batch_size,
@@ -223,14 +238,14 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
         max_batch_size=settings.max_batch_size,
         max_num_tokens=settings.max_num_tokens,
         max_seq_len=min(limits.max_seq_len, limits.max_cached_tokens),
-        kv_cache_hash_algo=KEY_HASH_ALGO,
+        kv_cache_hash_algo=events.hash_algo,
         layout_digest=digest,
         device=memory.name,
         pid=os.getpid(),
         ctx_info_endpoint=None if transceiver is None else transceiver.control_endpoint,
         transfer_backend=None if transceiver is None else transceiver.backend_name,
-        events_endpoint=events.publisher.endpoint,
-        replay_endpoint=events.publisher.replay_endpoint,
+        events_endpoint=events.endpoint,
+        replay_endpoint=events.replay_endpoint,
     )
     _log.info("engine ready", model=source.name, pages=ready.num_pages, threads=threads, device=memory.name)
     return Engine(
@@ -255,12 +270,18 @@ def _device(settings: WorkerSettings) -> torch.device:
 
 def _load(settings: WorkerSettings, source: ModelSource, device: torch.device) -> CausalLM:
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    return load_model(source, device, dtype, max_seq_len=settings.max_seq_len)
+    return load_model(
+        source,
+        device,
+        dtype,
+        max_seq_len=settings.max_seq_len,
+        max_attention_window=settings.kv_cache_config.max_attention_window,
+    )
 
 
 def _check(settings: WorkerSettings, model: CausalLM) -> None:
     dtypes = {layer.dtype for layer in model.cache_requirements().layers}
-    refuse_unsupported(settings, max_seq_len=model.max_seq_len, cache_dtypes=dtypes)
+    refuse_unsupported(settings, cache_dtypes=dtypes)
     refuse_impossible(settings, max_seq_len=model.max_seq_len)
     for note in settings_without_effect(settings):
         _log.warning("setting has no effect here", setting=note)

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -20,6 +21,7 @@ from anyio.streams.memory import MemoryObjectSendStream
 from kvmesh.config import WorkerSettings
 from kvmesh.engine.rendezvous import rendezvous
 from kvmesh.engine.stream import EngineDeadError, StreamItem, TokenStream
+from kvmesh.protocol.cache_report import IterationRecord
 from kvmesh.protocol.engine import (
     Abort,
     DrainKvEvents,
@@ -28,6 +30,7 @@ from kvmesh.protocol.engine import (
     EngineStats,
     FromEngine,
     Generate,
+    IterationRecords,
     KvEventsDrained,
     LedgerUpdate,
     PeerDead,
@@ -47,6 +50,9 @@ __all__ = ["EngineClient", "EngineDeadError", "EngineStartError", "TokenStream"]
 STARTUP_TIMEOUT_S = 300.0
 """Bound of loading a model; a download happens before, in the front."""
 
+MAX_ITERATION_RECORDS = 1000
+"""Kept until somebody drains them; the oldest go first."""
+
 STOP_GRACE_S = 5.0
 """Time for an engine to leave by itself before it is killed."""
 
@@ -64,6 +70,7 @@ class EngineClient:
         epoch: of this life of the engine: later ones have larger numbers.
         ready: facts about the engine, fixed once it serves.
         stats: the latest statistics.
+        iterations: what iterations did, oldest first; whoever tells it takes it out.
     """
 
     def __init__(self, socket: zmq.asyncio.Socket, process: anyio.abc.Process, epoch: int) -> None:
@@ -84,6 +91,7 @@ class EngineClient:
         self._failure: str | None = None
         self._ready: EngineReady | None = None
         self.stats = EngineStats()
+        self.iterations: deque[IterationRecord] = deque(maxlen=MAX_ITERATION_RECORDS)
 
     @classmethod
     @asynccontextmanager
@@ -180,15 +188,19 @@ class EngineClient:
         assert isinstance(answer, Pong)
         return answer
 
-    async def drain_kv_events(self, timeout_s: float = 5.0) -> bytes:
-        """The buffered KV events as a JSON array.
+    async def drain_kv_events(self, confirmed: int = 0, timeout_s: float = 5.0) -> KvEventsDrained:
+        """The buffered KV events: all that were not confirmed.
+
+        Args:
+            confirmed: ``position`` of the last answer that has reached a client; what it brought is forgotten.
+            timeout_s: longest wait.
 
         Raises:
             ApiError: 503, no answer in time, or the process is gone (:class:`EngineDeadError`).
         """
-        answer = await self._ask(DrainKvEvents, timeout_s)
+        answer = await self._ask(lambda sequence: DrainKvEvents(sequence, confirmed), timeout_s)
         assert isinstance(answer, KvEventsDrained)
-        return answer.events_json
+        return answer
 
     def peer_dead(self, instance_id: str, epoch: int) -> None:
         """Tell the engine that a member of the mesh is gone."""
@@ -207,12 +219,12 @@ class EngineClient:
         with anyio.move_on_after(drain_s + STOP_GRACE_S):
             await self._ended.wait()
 
-    async def _ask(self, kind: type[Ping | DrainKvEvents], timeout_s: float) -> Pong | KvEventsDrained:
+    async def _ask(self, question: Callable[[int], Ping | DrainKvEvents], timeout_s: float) -> Pong | KvEventsDrained:
         self._check_alive()
         sequence = next(self._sequence)
         sender, receiver = anyio.create_memory_object_stream[Pong | KvEventsDrained | EngineDeadError](1)
         self._answers[sequence] = sender
-        self._send(kind(sequence))
+        self._send(question(sequence))
         try:
             with anyio.fail_after(timeout_s):
                 answer = await receiver.receive()
@@ -282,6 +294,8 @@ class EngineClient:
                 self._deliver(message.request_id, _error_of(message), last=True)
             case EngineStats():
                 self.stats = message
+            case IterationRecords():
+                self.iterations.extend(message.records)
             case LedgerUpdate():
                 for callback in self._ledger_callbacks:
                     callback(message.events)

@@ -11,7 +11,6 @@ from kvmesh.protocol.engine import (
     Abort,
     DrainKvEvents,
     Generate,
-    KvEventsDrained,
     PeerDead,
     Ping,
     Pong,
@@ -27,9 +26,6 @@ IDLE_WAIT_S = 60.0
 
 BLOCKED_WAIT_S = 0.01
 """Wait when sequences got no pages although no transfer holds any: in the next iteration they may."""
-
-NO_BUFFERED_EVENTS = b"[]"
-"""``event_buffer_max_size`` is refused at start unless 0, and 0 keeps no event."""
 
 
 class EngineLoop:
@@ -105,7 +101,7 @@ class EngineLoop:
             case PeerDead():
                 self._executor.peer_dead(message.instance_id, message.epoch)
             case DrainKvEvents():
-                self._channel.send(KvEventsDrained(message.sequence, NO_BUFFERED_EVENTS))
+                self._reporter.drain_kv_events(message)
             case Shutdown():
                 self._drain_until_s = self._clock.monotonic_s() + message.drain_s
 

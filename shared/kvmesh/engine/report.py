@@ -8,17 +8,31 @@ import msgspec
 
 from kvmesh.cache.base import CacheManager
 from kvmesh.cache.errors import CacheIntegrityError
+from kvmesh.cache.stats import CacheStats
+from kvmesh.engine.cache_report import Pin, counters_of, pages_by_age, tiers_of
 from kvmesh.engine.executor import Executor
+from kvmesh.engine.iterations import IterationLog
 from kvmesh.engine.transfers import TransferDesk
-from kvmesh.events.factory import EventSource
+from kvmesh.events.source import EventSource, EventStatistics
 from kvmesh.net.clock import Clock
-from kvmesh.protocol.engine import EngineStats, FromEngine, LedgerUpdate
+from kvmesh.protocol.cache_report import CacheReport, TierReport
+from kvmesh.protocol.engine import (
+    DrainKvEvents,
+    EngineStats,
+    FromEngine,
+    IterationRecords,
+    KvEventsDrained,
+    LedgerUpdate,
+)
 from kvmesh.telemetry import get_logger
 
 __all__ = ["EngineReporter"]
 
 STATS_INTERVAL_S = 0.25
 """At most four statistics messages a second."""
+
+TIERS_INTERVAL_S = 1.0
+"""At most one walk over all pages a second for the tiers' figures, and only after something has changed."""
 
 INTEGRITY_INTERVAL_S = 1.0
 """At most one integrity check a second, and only after something has happened since the last."""
@@ -35,7 +49,8 @@ class EngineReporter:
         manager: the KV cache.
         desk: KV transfers, or None.
         events: KV events.
-        stats_interval: iterations that compute between two collections of statistics (``iteration_stats_interval``).
+        stats_interval: iterations that compute between two collections of statistics, and those of one record of
+            ``/iteration_stats`` (``iteration_stats_interval``).
         clock: paces the reports.
     """
 
@@ -59,6 +74,11 @@ class EngineReporter:
         self._clock = clock
         self._uncollected = 0
         """Iterations that computed since statistics were last collected."""
+        self._iterations = IterationLog(stats_interval, clock)
+        self._tiers: tuple[TierReport, ...] = ()
+        self._tiers_of: CacheStats | None = None
+        """The state of the cache that the tiers' figures are of."""
+        self._next_tiers_s = 0.0
         self._sent: EngineStats | None = None
         self._next_stats_s = 0.0
         self._next_check_s = 0.0
@@ -76,18 +96,31 @@ class EngineReporter:
         if self._dirty and self._is_idle and now_s >= self._next_check_s:
             self._check_integrity(now_s)
         self._uncollected += computed
+        if computed:
+            executor = self._executor
+            self._iterations.note(
+                self._manager.stats(), executor.counters, running=self._running, waiting=executor.num_waiting
+            )
         # Where nothing computes no iteration may follow for long, and what there is to tell is told.
         if (self._uncollected >= self._stats_interval or not computed) and now_s >= self._next_stats_s:
             self._send_stats(now_s)
 
+    def drain_kv_events(self, message: DrainKvEvents) -> None:
+        """Answer with the buffered KV events."""
+        position, events = self._events.fetch(message.confirmed)
+        self._send(KvEventsDrained(message.sequence, position, events))
+
     def due_in_s(self) -> float | None:
         """Seconds until there may be something to report without any new event, None when there is not."""
         now_s = self._clock.monotonic_s()
-        times = []
+        times = [] if (gathering_s := self._events.due_in_s()) is None else [now_s + gathering_s]
         if self._dirty and self._is_idle:
             times.append(self._next_check_s)
-        if self._changed(self._statistics()):
+        cache = self._manager.stats()
+        if self._changed(self._statistics(cache)) or len(self._iterations):
             times.append(self._next_stats_s)
+        if cache != self._tiers_of:
+            times.append(max(self._next_stats_s, self._next_tiers_s))
         return max(0.0, min(times) - now_s) if times else None
 
     @property
@@ -107,27 +140,43 @@ class EngineReporter:
 
     def _send_stats(self, now_s: float) -> None:
         self._uncollected = 0
-        stats = self._statistics()
-        if self._changed(stats):
+        cache = self._manager.stats()
+        if cache != self._tiers_of and now_s >= self._next_tiers_s:
+            level_stats = getattr(self._manager, "level_stats", None)
+            self._tiers = () if level_stats is None else tiers_of(level_stats())
+            self._tiers_of = cache
+            self._next_tiers_s = now_s + TIERS_INTERVAL_S
+        stats = self._statistics(cache)
+        changed = self._changed(stats)
+        if records := self._iterations.take():
+            self._send(IterationRecords(records))
+        if changed:
             self._sent = stats
-            self._next_stats_s = now_s + STATS_INTERVAL_S
             self._send(stats)
+        if records or changed:
+            self._next_stats_s = now_s + STATS_INTERVAL_S
 
     def _changed(self, stats: EngineStats) -> bool:
         # The iteration counter alone is no news: idle wake-ups move it too.
         return self._sent is None or msgspec.structs.replace(stats, iteration=self._sent.iteration) != self._sent
 
-    def _statistics(self) -> EngineStats:
-        executor, counters, cache = self._executor, self._executor.counters, self._manager.stats()
+    @property
+    def _running(self) -> int:
+        executor = self._executor
+        return executor.num_live - executor.num_waiting - executor.num_receiving
+
+    def _statistics(self, cache: CacheStats) -> EngineStats:
+        executor, counters = self._executor, self._executor.counters
         stats = EngineStats(
             iteration=counters.iteration,
-            running=executor.num_live - executor.num_waiting - executor.num_receiving,
+            running=self._running,
             waiting=executor.num_waiting,
             in_transfer=executor.num_receiving,
             pages_total=cache.total,
             pages_free=cache.free,
             pages_evictable=cache.evictable,
             pages_held=cache.held,
+            pages_pinned=cache.pinned,
             pages_locked=cache.locked,
             pages_quarantined=cache.quarantined,
             prompt_tokens_total=counters.prompt_tokens,
@@ -138,13 +187,28 @@ class EngineReporter:
             evicted_pages_total=cache.counters.evicted_pages,
             integrity_checks_total=counters.integrity_checks,
             integrity_failures_total=counters.integrity_failures,
+            cache=CacheReport(tiers=self._tiers, counters=counters_of(cache.counters)),
         )
         if self._desk is not None:
             self._add_transfers(stats, self._desk)
-        sent = self._events.statistics()
-        stats.events_published_total = sent["events_published_total"]
-        stats.events_dropped_total = sent["events_dropped_total"]
+            pins = (Pin(since_s, num_pages) for since_s, num_pages in self._desk.transceiver.pins())
+            stats.cache.pinned_pages_by_age = pages_by_age(pins, self._clock.monotonic_s())
+        self._add_events(stats, self._events.statistics())
         return stats
+
+    @staticmethod
+    def _add_events(stats: EngineStats, events: EventStatistics) -> None:
+        stats.events_published_total = events.published_total
+        stats.events_dropped_total = events.dropped_total
+        stats.events_blocks_stored_total = events.blocks_stored_total
+        stats.events_blocks_removed_total = events.blocks_removed_total
+        stats.events_blocks_moved_total = events.blocks_moved_total
+        stats.events_blocks_suppressed_total = events.blocks_suppressed_total
+        stats.events_blocks_non_target_total = events.blocks_non_target_total
+        stats.events_blocks_dropped_total = events.blocks_dropped_total
+        stats.events_buffered = events.buffered
+        stats.events_buffered_total = events.buffered_total
+        stats.events_buffer_dropped_total = events.buffer_dropped_total
 
     @staticmethod
     def _add_transfers(stats: EngineStats, desk: TransferDesk) -> None:

@@ -5,10 +5,14 @@ All host buffers are allocated once and filled in place; a step costs a handful 
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import torch
 
+from kvmesh.cache.base import Scratch, SequenceCache
 from kvmesh.engine.scheduler import Chunk
+from kvmesh.engine.tables import TokenPlaces, group_tables, split_tables
 from kvmesh.models.base import CausalLM, ForwardBatch, GroupTables, KvPools
 
 __all__ = ["BatchRunner"]
@@ -20,6 +24,8 @@ class BatchRunner:
     Args:
         model: the loaded model.
         pools: its view of the KV pages.
+        split_pools: the same pages with the groups split that may use scratch slots (semantics §3.7), for the steps
+            that do; None where the cache gives no scratch slots.
         num_groups: layer groups of the page layout.
         tokens_per_block: tokens in one page.
         max_batch_size: most sequences in one step.
@@ -33,6 +39,7 @@ class BatchRunner:
         model: CausalLM,
         pools: KvPools,
         *,
+        split_pools: KvPools | None = None,
         num_groups: int,
         tokens_per_block: int,
         max_batch_size: int,
@@ -42,6 +49,7 @@ class BatchRunner:
     ) -> None:
         self._model = model
         self._pools = pools
+        self._split_pools = split_pools
         self._tokens_per_block = tokens_per_block
         self._device = device
         blocks = -(-max_seq_len // tokens_per_block)
@@ -62,26 +70,42 @@ class BatchRunner:
             float32 ``[R, vocab]`` logits of the chunks that are sampled, in order; valid until the next call.
         """
         tokens, wanted = self._pack(chunks)
-        size = self._tokens_per_block
-        rows, positions = self._rows[:tokens], self._positions[:tokens]
-        blocks, offsets = positions // size, positions % size
-        groups = []
-        for group, (table, slots) in enumerate(zip(self._tables, self._slots, strict=True)):
+        places = TokenPlaces(
+            self._rows[:tokens],
+            self._positions[:tokens],
+            self._tokens_per_block,
+            -(-int(self._context_lens[: len(chunks)].max(initial=0)) // self._tokens_per_block),
+        )
+        scratch = {} if self._split_pools is None else self._scratch(chunks, self._split_pools.split)
+        pools = self._split_pools if scratch and self._split_pools is not None else self._pools
+        groups: list[GroupTables] = []
+        for group, (whole, slots) in enumerate(zip(self._tables, self._slots, strict=True)):
+            table = whole[: len(chunks)]
             for row, chunk in enumerate(chunks):
                 assert chunk.seq.cache is not None
                 chunk.seq.cache.block_table_into(group, table[row])
-            np.multiply(table[rows, blocks], size, out=slots[:tokens], casting="unsafe")
-            slots[:tokens] += offsets
-            groups.append(GroupTables(self._tensor(table[: len(chunks)]), self._tensor(slots[:tokens])))
+            if num_layers := pools.split[group]:
+                groups += split_tables(group, table, num_layers, scratch.get(group, ()), places, self._device)
+            else:
+                groups.append(group_tables(group, table, slots[:tokens], places, self._device))
         batch = ForwardBatch(
             token_ids=self._tensor(self._token_ids[:tokens]),
-            positions=self._tensor(positions),
+            positions=self._tensor(self._positions[:tokens]),
             query_start=self._tensor(self._query_start[: len(chunks) + 1]),
             context_lens=self._tensor(self._context_lens[: len(chunks)]),
             groups=groups,
             logits_rows=self._tensor(self._logits_rows[:wanted]),
         )
-        return self._model.forward(batch, self._pools)
+        return self._model.forward(batch, pools)
+
+    def _scratch(self, chunks: list[Chunk], split: tuple[int, ...]) -> dict[int, list[tuple[int, Scratch]]]:
+        """By layer group, the rows of ``chunks`` that use scratch slots in this step."""
+        found: dict[int, list[tuple[int, Scratch]]] = {}
+        for group, num_layers in enumerate(split):
+            for row, chunk in enumerate(chunks if num_layers else ()):
+                if (scratch := cast("SequenceCache", chunk.seq.cache).scratch(group)) is not None:
+                    found.setdefault(group, []).append((row, scratch))
+        return found
 
     def _pack(self, chunks: list[Chunk]) -> tuple[int, int]:
         """Fill the host buffers; returns the numbers of tokens and of wanted logits rows."""

@@ -1,90 +1,129 @@
-"""A worker's event source, from its settings: the sink that the cache fills and the publisher that sends."""
+"""A worker's event source, from its settings: the sink that the cache fills, and where what it collects goes."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from kvmesh.cache.layout import PageLayout
-from kvmesh.config import WorkerSettings
+from kvmesh.config import KvCacheConfig, KVEventsConfig, WorkerSettings
 from kvmesh.config.event_ports import event_port_problems
+from kvmesh.events.buffer import EventBuffer
+from kvmesh.events.buffered import BufferedSink, Envelope
 from kvmesh.events.endpoints import EndpointError, rank_endpoint
-from kvmesh.events.publisher import EventPublisher, NullPublisher, ZmqPublisher
+from kvmesh.events.gather import AllGather, EventGatherer, alone
+from kvmesh.events.names import EventHashAlgo, block_names, effective_event_algo
+from kvmesh.events.publisher import NullPublisher, ZmqPublisher
 from kvmesh.events.sink import StreamSink
+from kvmesh.events.source import BufferedSource, EventSource, StreamSource
 from kvmesh.events.target import target_group
+from kvmesh.net.clock import Clock
+from kvmesh.telemetry import get_logger
 
-__all__ = ["EventSource", "create_event_source"]
+__all__ = ["EventOrigin", "create_event_source"]
+
+_log = get_logger("events")
 
 
-class EventSource:
-    """What the executor holds: ``sink`` for the cache manager, :meth:`flush` once a step."""
+class EventOrigin(NamedTuple):
+    """Whose events they are."""
 
-    def __init__(self, sink: StreamSink | None, publisher: EventPublisher) -> None:
-        self.sink = sink
-        """None when nothing is published: the cache manager then collects nothing."""
-        self.publisher = publisher
-
-    def start(self) -> None:
-        """Bind the ports.
-
-        Raises:
-            OSError: one of them is taken.
-        """
-        self.publisher.start()
-
-    def flush(self) -> None:
-        """Send what the step changed, if anything."""
-        if self.sink is not None:
-            self.publisher.publish(self.sink.take())
-
-    def shutdown(self) -> None:
-        """Flush and free the ports."""
-        self.flush()
-        self.publisher.shutdown()
-
-    def statistics(self) -> dict[str, int]:
-        """Batches and blocks told so far, for the engine's statistics."""
-        sent = self.publisher.statistics()
-        return {"events_published_total": sent.published_total, "events_dropped_total": sent.dropped_total}
+    model_name: str
+    """As clients call it; part of the topic when ``topic_style`` is ``kv``."""
+    layout: PageLayout
+    """Of the cache."""
+    manager_v2: bool
+    """Whether it has V2's block keys."""
+    max_seq_len: int
+    """Longest sequence in tokens: what full attention's window is called."""
+    vocab_size: int | None = None
+    """Token ids from here on are not text."""
+    rank: int = 0
+    """Global attention data-parallel rank."""
+    world_size: int = 1
+    """Ranks in all."""
 
 
 def create_event_source(
-    settings: WorkerSettings, layout: PageLayout, *, model_name: str, rank: int = 0, world_size: int = 1
+    settings: WorkerSettings, origin: EventOrigin, clock: Clock, all_gather: AllGather = alone
 ) -> EventSource:
     """The event source of one rank; binds nothing yet.
 
     Args:
         settings: the worker's.
-        layout: of its cache.
-        model_name: as clients call it; part of the topic when ``topic_style`` is ``kv``.
-        rank: global attention-DP rank.
-        world_size: ranks in all.
+        origin: whose events they are.
+        clock: paces the gathering of buffered events.
+        all_gather: brings buffered events of all ranks together.
 
     Raises:
         EndpointError: the endpoints cannot work.
-        NoTargetGroupError: the model has no layer group whose blocks can be told.
+        NoTargetGroupError: the model has no layer group whose blocks can be streamed.
     """
-    config = settings.kv_cache_config.kv_events_config
-    if config is None or not config.enable_kv_cache_events:
-        return EventSource(None, NullPublisher())
+    cache = settings.kv_cache_config
+    streaming = cache.kv_events_config
+    algo, warning = effective_event_algo(cache.kv_cache_event_hash_algo, manager_v2=origin.manager_v2)
+    if warning is not None:
+        _log.warning(warning)
+    if streaming is not None and streaming.enable_kv_cache_events:
+        if cache.event_buffer_max_size > 0:
+            _log.warning("event_buffer_max_size has no effect: kv_events_config streams the events instead")
+        return _stream(settings, streaming, origin, algo)
+    if cache.event_buffer_max_size > 0:
+        return _buffered(cache, origin, algo, clock, all_gather)
+    return EventSource(algo)
+
+
+def _stream(settings: WorkerSettings, config: KVEventsConfig, origin: EventOrigin, algo: EventHashAlgo) -> EventSource:
     sink = StreamSink(
-        layout.tokens_per_block, target_group(layout.groups), signed=settings.events.hash_sign == "signed"
+        origin.layout.tokens_per_block,
+        target_group(origin.layout.groups),
+        signed=settings.events.hash_sign == "signed",
+        tier_moves=settings.events.tier_moves,
     )
     if config.publisher == "null":
-        return EventSource(sink, NullPublisher())
+        return StreamSource(algo, sink, NullPublisher())
     problems = event_port_problems(
-        config.endpoint, config.replay_endpoint, ranks_per_host=world_size, world_size=world_size
+        config.endpoint, config.replay_endpoint, ranks_per_host=origin.world_size, world_size=origin.world_size
     )
     if problems:
         raise EndpointError("; ".join(problems))
-    return EventSource(
-        sink,
-        ZmqPublisher(
-            rank_endpoint(config.endpoint, rank),
-            None if config.replay_endpoint is None else rank_endpoint(config.replay_endpoint, rank),
-            topic=config.topic,
-            topic_model=model_name if settings.events.topic_style == "kv" else None,
-            hwm=config.hwm,
-            max_queue_size=config.max_queue_size,
-            buffer_steps=config.buffer_steps,
-            data_parallel_rank=rank,
-            encoding=settings.events.event_encoding,
-        ),
+    publisher = ZmqPublisher(
+        rank_endpoint(config.endpoint, origin.rank),
+        None if config.replay_endpoint is None else rank_endpoint(config.replay_endpoint, origin.rank),
+        topic=config.topic,
+        topic_model=origin.model_name if settings.events.topic_style == "kv" else None,
+        hwm=config.hwm,
+        max_queue_size=config.max_queue_size,
+        buffer_steps=config.buffer_steps,
+        data_parallel_rank=origin.rank,
+        encoding=settings.events.event_encoding,
     )
+    return StreamSource(algo, sink, publisher)
+
+
+def _buffered(
+    config: KvCacheConfig, origin: EventOrigin, algo: EventHashAlgo, clock: Clock, all_gather: AllGather
+) -> EventSource:
+    layout, capacity = origin.layout, config.event_buffer_max_size
+    envelope = Envelope(
+        hash_algo=algo,
+        windows=[origin.max_seq_len if group.window is None else group.window for group in layout.groups],
+        with_group_ids=origin.manager_v2,
+        attention_dp_rank=origin.rank if origin.world_size > 1 else None,
+    )
+    names = block_names(
+        algo,
+        manager_v2=origin.manager_v2,
+        tokens_per_block=layout.tokens_per_block,
+        vocab_size=origin.vocab_size,
+    )
+    buffer = EventBuffer(capacity * origin.world_size)
+    gatherer = EventGatherer(
+        buffer,
+        capacity,
+        rank=origin.rank,
+        all_gather=all_gather,
+        # V2 gathers with every iteration, V1 in a rhythm of its own (semantics 2).
+        period_s=0.0 if origin.manager_v2 else config.attention_dp_events_gather_period_ms / 1000,
+        clock=clock,
+    )
+    return BufferedSource(algo, BufferedSink(layout.tokens_per_block, names, envelope), gatherer, buffer)

@@ -13,8 +13,6 @@ from kvmesh.hashing.scope import ReuseScope, salt_id, v2_root
 from kvmesh.hashing.tokens import TokenIds, as_token_ids
 from kvmesh.hashing.v1 import V1_ROOT, v1_block_keys
 from kvmesh.hashing.v2 import (
-    EventHashAlgo,
-    event_hash,
     signed_wire_hash,
     v2_block_keys,
     v2_partial_key,
@@ -25,13 +23,11 @@ from kvmesh.hashing.v2 import (
 __all__ = [
     "ROUTING_SEED",
     "V1_ROOT",
-    "EventHashAlgo",
     "MultimodalSpan",
     "ReuseKey",
     "ReuseScope",
     "TokenIds",
     "as_token_ids",
-    "event_hash",
     "local_hashes",
     "salt_id",
     "sequence_hashes",

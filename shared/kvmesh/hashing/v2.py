@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Literal, assert_never
 
 import numpy as np
 
@@ -12,8 +11,6 @@ from kvmesh.hashing.tokens import TokenIds
 from kvmesh.kernels import _native
 
 __all__ = [
-    "EventHashAlgo",
-    "event_hash",
     "signed_wire_hash",
     "v2_block_keys",
     "v2_partial_key",
@@ -22,8 +19,6 @@ __all__ = [
 ]
 
 _HASH_BYTES = 8
-
-EventHashAlgo = Literal["v2_sha256", "v2_sha256_64"]
 
 
 def v2_block_keys(
@@ -66,14 +61,3 @@ def wire_hashes(keys: Sequence[bytes], *, signed: bool = False) -> list[int]:
     numbers = np.frombuffer(b"".join(keys), dtype=">i8" if signed else ">u8")
     hashes: list[int] = numbers[:: len(keys[0]) // _HASH_BYTES].tolist()
     return hashes
-
-
-def event_hash(key: bytes, algo: EventHashAlgo) -> str | int:
-    """How the buffered events name a block: lowercase hex of the key, or its first 8 bytes as an unsigned number."""
-    match algo:
-        case "v2_sha256":
-            return key.hex()
-        case "v2_sha256_64":
-            return wire_hash(key)
-        case _:
-            assert_never(algo)

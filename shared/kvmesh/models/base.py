@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from kvmesh.cache.layout import CacheRequirements, PageLayout
+from kvmesh.cache.layout import CacheRequirements, LayerGroupLayout, LayoutError, PageLayout
 from kvmesh.kernels.ops import PagedKv
 from kvmesh.models.config import ModelConfig
 from kvmesh.models.parameters import ModelWeights, ParameterSpec
@@ -20,10 +20,11 @@ __all__ = ["ArchitectureModule", "CausalLM", "ForwardBatch", "GroupTables", "KvP
 
 
 class GroupTables(NamedTuple):
-    """Where one layer group's pages are, for the sequences of a batch."""
+    """Where the pages of a layer group, or of one layer, are, for the sequences of a batch."""
 
     block_table: Tensor
-    """int32 ``[B, max_blocks]``: page ids by sequence; entries past a sequence's length are never read."""
+    """int32 ``[B, max_blocks]``: page ids by sequence. Entries past a sequence's length are never read, nor are those
+    of blocks that the layer's window has left behind at the first of this step's tokens; such may be -1."""
     slot_mapping: Tensor
     """int64 ``[T]``: page * tokens_per_block + offset that each token's K and V go to; -1 stores nothing."""
 
@@ -44,7 +45,7 @@ class ForwardBatch:
     context_lens: Tensor
     """int32 ``[B]``: KV length of each sequence, this step's tokens included."""
     groups: Sequence[GroupTables]
-    """By layer group id."""
+    """As :attr:`KvPools.table_of_layer` numbers them: by layer group id, where no group is split."""
     logits_rows: Tensor
     """int64 ``[R]``: rows whose logits are wanted, ascending."""
     embeddings: Tensor | None = None
@@ -60,34 +61,64 @@ class KvPools(NamedTuple):
 
     layers: tuple[PagedKv, ...]
     """By layer index."""
-    group_of_layer: tuple[int, ...]
-    """Layer group id by layer index: which of :attr:`ForwardBatch.groups` addresses the layer's pages."""
+    table_of_layer: tuple[int, ...]
+    """By layer index: which of :attr:`ForwardBatch.groups` addresses the layer's pages."""
+    split: tuple[int, ...]
+    """By layer group id: for how many layers it has a table each; 0: one table for all of them."""
 
     @classmethod
-    def build(cls, layout: PageLayout, pool_addresses: Sequence[int]) -> KvPools:
+    def build(cls, layout: PageLayout, pool_addresses: Sequence[int], split_groups: Collection[int] = ()) -> KvPools:
         """Views of every attention layer of ``layout``.
 
         Args:
             layout: the page layout built from the model's own requirements.
             pool_addresses: address of page 0 of each pool of the layout, in its device's address space.
+            split_groups: layer groups whose layers get a table each. To the ``j``-th of ``L`` such layers a page is
+                what it keeps in one slot: a page number is ``slot * L + j``, and the place of any of the others can
+                be addressed too.
+
+        Raises:
+            LayoutError: the layers of a group to be split differ in their bytes.
         """
         views: dict[int, tuple[PagedKv, int]] = {}
+        num_tables = 0
         for group in layout.groups:
-            for layer in group.layers:
+            split = group.group_id in split_groups
+            parts = len(group.layers) if split else 1
+            if split:
+                _check_equal_layers(group)
+            for position, layer in enumerate(group.layers):
                 key, value = group.buffer(layer, "k"), group.buffer(layer, "v")
+                start = key.offset_bytes if split else 0
                 view = PagedKv(
                     base=pool_addresses[group.pool],
-                    page_stride_bytes=group.page_bytes,
-                    k_offset_bytes=key.offset_bytes,
-                    v_offset_bytes=value.offset_bytes,
+                    page_stride_bytes=group.page_bytes // parts,
+                    k_offset_bytes=key.offset_bytes - start,
+                    v_offset_bytes=value.offset_bytes - start,
                     num_kv_heads=key.num_kv_heads,
                     tokens_per_block=layout.tokens_per_block,
                     head_dim=key.head_dim,
                     dtype=getattr(torch, key.dtype),
                 )
-                views[layer] = (view, group.group_id)
+                views[layer] = (view, num_tables + (position if split else 0))
+            num_tables += parts
         ordered = [views[layer] for layer in sorted(views)]
-        return cls(tuple(view for view, _ in ordered), tuple(group for _, group in ordered))
+        return cls(
+            tuple(view for view, _ in ordered),
+            tuple(table for _, table in ordered),
+            tuple(len(group.layers) if group.group_id in split_groups else 0 for group in layout.groups),
+        )
+
+
+def _check_equal_layers(group: LayerGroupLayout) -> None:
+    part_bytes, rest = divmod(group.page_bytes, len(group.layers))
+    starts = [group.buffer(layer, "k").offset_bytes for layer in group.layers]
+    if rest or starts != [position * part_bytes for position in range(len(group.layers))]:
+        raise LayoutError(
+            f"enable_swa_scratch_reuse needs layers of equal size in each windowed layer group, but those of group "
+            f"{group.group_id} (window {group.window}, layers {', '.join(map(str, group.layers))}) differ; set it to "
+            "false"
+        )
 
 
 class CausalLM(Protocol):

@@ -167,7 +167,7 @@ class Decoder:
             else:
                 ops.add_rms_norm(buffers.normed, buffers.residual, buffers.block, layer.attention_norm, eps, offset)
             layer.qkv(buffers.normed, buffers.qkv)
-            self._attend(buffers, batch, layer, kv.layers[index], batch.groups[kv.group_of_layer[index]])
+            self._attend(buffers, batch, layer, kv.layers[index], batch.groups[kv.table_of_layer[index]])
             if index == last and wanted < rows:
                 # After the last attention no row sees another: go on with the wanted ones alone.
                 buffers = buffers.only(batch.logits_rows)

@@ -26,6 +26,9 @@ class TokenBytes:
     Byte-level vocabularies (GPT-2's alphabet) and SentencePiece ones (``\u2581`` for space, ``<0xAB>`` for a byte) are
     understood. Text is ``b"".join(of(id) ...).decode("utf-8", "replace")`` in every path, whole or incremental.
 
+    Attributes:
+        strips_leading_space: a whole text loses the space that its vocabulary puts in front (Llama 2 does, Gemma not).
+
     Args:
         pieces: token string by id, None where the vocabulary has a hole.
         added: ids whose string is literal text (added tokens).
@@ -45,7 +48,7 @@ class TokenBytes:
         self._cache: dict[int, bytes] = {}
         kinds = _decoder_kinds(decoder)
         self._byte_of = {char: byte for byte, char in byte_to_unicode().items()} if "ByteLevel" in kinds else None
-        self.strips_leading_space = self._byte_of is None
+        self.strips_leading_space = self._byte_of is None and bool(kinds & {"Strip", "Metaspace"})
         if self._byte_of is None and not kinds & {"ByteFallback", "Metaspace"}:
             raise ModelError(f"The tokenizer's decoder ({', '.join(sorted(kinds)) or 'none'}) is not supported.")
 

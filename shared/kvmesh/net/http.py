@@ -20,6 +20,7 @@ from kvmesh.telemetry import get_logger
 from kvmesh.telemetry.metrics import Metrics
 
 __all__ = [
+    "OPEN_PATHS",
     "REQUEST_ID",
     "REQUEST_ID_HEADER",
     "api_key_middleware",

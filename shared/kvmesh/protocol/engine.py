@@ -9,6 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from kvmesh.protocol.cache_report import CacheReport, IterationRecord
+from kvmesh.protocol.kv_cache_events import KvCacheEvent
 from kvmesh.protocol.retention import RetentionConfig
 from kvmesh.protocol.sampling import SamplingParams, TokenLogprob
 from kvmesh.protocol.transfer import LedgerEvent
@@ -23,6 +25,7 @@ __all__ = [
     "FinishReason",
     "FromEngine",
     "Generate",
+    "IterationRecords",
     "KvEventsDrained",
     "LedgerUpdate",
     "PeerDead",
@@ -86,9 +89,11 @@ class PeerDead(msgspec.Struct, tag=True):
 
 
 class DrainKvEvents(msgspec.Struct, tag=True):
-    """Drain the buffered (pull) KV events."""
+    """Fetch the buffered (pull) KV events. They are kept until a later fetch confirms that somebody has them."""
 
     sequence: int
+    confirmed: int = 0
+    """``position`` of the last answer whose events have reached a client."""
 
 
 class Shutdown(msgspec.Struct, tag=True):
@@ -192,6 +197,8 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     pages_free: int = 0
     pages_evictable: int = 0
     pages_held: int = 0
+    pages_pinned: int = 0
+    """Under leases: transfers read or write them."""
     pages_locked: int = 0
     pages_quarantined: int = 0
     prompt_tokens_total: int = 0
@@ -215,9 +222,28 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     transfer_pages_total: int = 0
     transfer_pages_reused_total: int = 0
     events_published_total: int = 0
+    """Batches of streamed KV events."""
     events_dropped_total: int = 0
+    events_blocks_stored_total: int = 0
+    events_blocks_removed_total: int = 0
+    events_blocks_moved_total: int = 0
+    events_blocks_suppressed_total: int = 0
+    events_blocks_non_target_total: int = 0
+    events_blocks_dropped_total: int = 0
+    events_buffered: int = 0
+    """Buffered KV events that nobody has fetched."""
+    events_buffered_total: int = 0
+    events_buffer_dropped_total: int = 0
     integrity_checks_total: int = 0
     integrity_failures_total: int = 0
+    cache: CacheReport = msgspec.field(default_factory=CacheReport)
+    """The cache by tier and layer group."""
+
+
+class IterationRecords(msgspec.Struct, tag=True):
+    """What iterations did, oldest first; sent as often as :class:`EngineStats` at most."""
+
+    records: list[IterationRecord]
 
 
 class LedgerUpdate(msgspec.Struct, tag=True):
@@ -227,12 +253,21 @@ class LedgerUpdate(msgspec.Struct, tag=True):
 
 
 class KvEventsDrained(msgspec.Struct, tag=True):
-    """Answer to :class:`DrainKvEvents`: a JSON array."""
+    """Answer to :class:`DrainKvEvents`."""
 
     sequence: int
-    events_json: bytes
+    position: int
+    events: list[KvCacheEvent]
 
 
 FromEngine = (
-    EngineReady | EngineFailed | TokenBatch | RequestFailed | Pong | EngineStats | LedgerUpdate | KvEventsDrained
+    EngineReady
+    | EngineFailed
+    | TokenBatch
+    | RequestFailed
+    | Pong
+    | EngineStats
+    | IterationRecords
+    | LedgerUpdate
+    | KvEventsDrained
 )

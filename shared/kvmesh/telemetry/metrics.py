@@ -43,6 +43,10 @@ class Metrics:
         """Expose a ``statistics()`` mapping: keys ending in ``_total`` become counters, the others gauges."""
         self.registry.register(StatisticsCollector(prefix, read, documentation or {}))
 
+    def collect(self, collector: Collector) -> None:
+        """Expose what a collector of one's own yields."""
+        self.registry.register(collector)
+
     def render(self) -> bytes:
         """The exposition text."""
         return generate_latest(self.registry)

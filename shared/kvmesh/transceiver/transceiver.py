@@ -268,6 +268,14 @@ class Transceiver:
             pages_reused_total=received.counters.pages_reused,
         )
 
+    def pins(self) -> list[tuple[float, int]]:
+        """Of every open transfer, the monotonic time at which it began, and how many pages it pins here."""
+        with self._sender.table.lock:
+            sent = [(one.started_s, one.held) for one in self._sender.table.open.values()]
+        with self._receiver.table.lock:
+            received = [(one.started_s, one.local) for one in self._receiver.table.open.values()]
+        return [(started_s, sum(map(len, pages))) for started_s, pages in [*sent, *received]]
+
     def shutdown(self) -> None:
         """Close everything and release every lease; idempotent. Takes a few seconds at most."""
         if self._closed:

@@ -22,7 +22,7 @@ from kvmesh.models.store import resolve_model
 from kvmesh.models.tokenizer import Tokenizer
 from kvmesh.net.auth import ApiKeys
 from kvmesh.net.discovery import CoordinatorClient
-from kvmesh.net.http import REQUEST_ID, api_key_middleware, json_response, read_json
+from kvmesh.net.http import OPEN_PATHS, REQUEST_ID, api_key_middleware, json_response, read_json
 from kvmesh.net.service import Health, Service
 from kvmesh.protocol.engine import Generate
 from kvmesh.protocol.errors import ApiError, unavailable
@@ -37,8 +37,10 @@ from kvmesh.protocol.version import package_version
 from kvmesh.telemetry import get_logger
 from kvmesh.telemetry.tracing import Tracing
 from kvmesh.worker.answers import Answerer
+from kvmesh.worker.cache_metrics import CacheCollector
 from kvmesh.worker.conversations import ActiveConversations
 from kvmesh.worker.facts import load_of, member_of, server_info
+from kvmesh.worker.kv_events import KvEventsRoute
 from kvmesh.worker.observations import Observations
 from kvmesh.worker.plans import ModelFacts, Plan, Planner
 
@@ -54,6 +56,9 @@ FAREWELL_S = 2.0
 """How long a client may take to read the end of its stream."""
 FAILURE_GRACE_S = 1.0
 """Between a failure and the end of the process: time for the failed requests' answers to leave."""
+
+_OPEN_PATHS = OPEN_PATHS | {"/stats"}
+"""Its figures are those of ``/metrics``."""
 
 ENDED = frozenset({"completed", "failed", "cancelled"})
 """Transfer states after which there is nothing to give up."""
@@ -77,7 +82,7 @@ class WorkerService(Service):
     def __init__(self, settings: WorkerSettings) -> None:
         name = "worker" if settings.role == "both" else settings.role
         keys = ApiKeys(settings.api_keys_file)
-        super().__init__(name, middleware=[api_key_middleware(keys)], drain_s=settings.drain_s)
+        super().__init__(name, middleware=[api_key_middleware(keys, _OPEN_PATHS)], drain_s=settings.drain_s)
         instance_id = settings.instance_id or f"{name}-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
         self.settings = settings.model_copy(update={"instance_id": instance_id})
         self.instance_id = instance_id
@@ -91,12 +96,14 @@ class WorkerService(Service):
         self._created = int(time.time())
         self._open_legs: OrderedDict[int, str] = OrderedDict()
         self._conversations = ActiveConversations()
+        self._kv_events = KvEventsRoute()
         self._healthy = True
         self._failure: str | None = None
         self._failed = anyio.Event()
         self._leave = anyio.Event()
         self._engine_gone: anyio.Event | None = None
         self.metrics.collect_statistics("kvmesh_engine", self._engine_statistics)
+        self.metrics.collect(CacheCollector(lambda: None if self._engine is None else self._engine.stats.cache))
         routes = self.app.router
         routes.add_post("/v1/completions", self._completions)
         routes.add_post("/v1/chat/completions", self._chat)
@@ -104,6 +111,7 @@ class WorkerService(Service):
         routes.add_get("/health_generate", self._health_generate)
         routes.add_get("/server_info", self._server_info)
         routes.add_get("/version", self._version)
+        routes.add_get("/stats", self._stats)
         routes.add_get("/iteration_stats", self._iteration_stats)
         routes.add_get("/perf_metrics", self._perf_metrics)
         routes.add_post("/kv_cache_events", self._kv_cache_events)
@@ -332,15 +340,18 @@ class WorkerService(Service):
     async def _version(self, _request: web.Request) -> web.Response:
         return json_response({"version": package_version()})
 
-    async def _iteration_stats(self, _request: web.Request) -> web.Response:
+    async def _stats(self, _request: web.Request) -> web.Response:
         return json_response(msgspec.structs.asdict(self._running_engine().stats))
+
+    async def _iteration_stats(self, _request: web.Request) -> web.Response:
+        records = self._running_engine().iterations
+        return json_response([records.popleft() for _ in range(len(records))])
 
     async def _perf_metrics(self, _request: web.Request) -> web.Response:
         return json_response(self._observations.drain_records())
 
-    async def _kv_cache_events(self, _request: web.Request) -> web.Response:
-        events = await self._running_engine().drain_kv_events()
-        return web.Response(body=events, content_type="application/json")
+    async def _kv_cache_events(self, request: web.Request) -> web.StreamResponse:
+        return await self._kv_events.answer(request, self._running_engine())
 
     def _running_engine(self) -> EngineClient:
         if self._engine is None:
@@ -348,4 +359,8 @@ class WorkerService(Service):
         return self._engine
 
     def _engine_statistics(self) -> dict[str, float]:
-        return {} if self._engine is None else msgspec.structs.asdict(self._engine.stats)
+        if self._engine is None:
+            return {}
+        statistics = msgspec.structs.asdict(self._engine.stats)
+        del statistics["cache"]  # has metrics of its own
+        return statistics

@@ -6,11 +6,16 @@ import json
 
 import anyio.to_thread
 import msgspec
+import pytest
 import zmq
 import zmq.asyncio
+from aiohttp import web
 
 from kvmesh.cli.main import main
 from kvmesh.net.client import HttpClient
+from kvmesh.net.http import json_response
+from kvmesh.net.service import Service, serving
+from kvmesh.protocol.cache_report import CacheReport, GroupReport, TierReport
 from kvmesh.protocol.events import AllBlocksCleared, EventBatch
 from kvmesh.protocol.members import Load, Member, Registration
 from kvmesh.protocol.transfer import LedgerEvent
@@ -21,13 +26,42 @@ async def command(*argv: str) -> int:
     return await anyio.to_thread.run_sync(main, argv)
 
 
-async def fill(url: str, events_endpoint: str | None = None) -> None:
+CACHE = CacheReport(
+    tiers=(
+        TierReport(
+            level=0,
+            tier="gpu",
+            total=(200,),
+            free=(60,),
+            groups=(
+                GroupReport(group=0, window=None, locked=40, pinned=8, held=2, evictable=70),
+                GroupReport(group=1, window=512, locked=11, pinned=0, held=0, evictable=9),
+            ),
+        ),
+        TierReport(level=1, tier="host", total=(50,), free=(50,), groups=()),
+    ),
+    pinned_pages_by_age=(3, 0, 0, 5),
+    counters={"reused_full_blocks": 5, "reused_partial_blocks": 1, "missed_blocks": 6, "offloaded_pages": 4,
+              "offloaded_bytes": 2_000_000, "damaged_pages": 1},
+)  # fmt: skip
+
+
+class FakeWorker(Service):
+    """Tells the figures of a cache."""
+
+    def __init__(self) -> None:
+        super().__init__("context")
+        self.app.router.add_get("/stats", self._stats)
+
+    async def _stats(self, _request: web.Request) -> web.Response:
+        return json_response({"running": 1, "cache": CACHE})
+
+
+async def fill(url: str, events_endpoint: str | None = None, worker_url: str = "http://127.0.0.1:1") -> None:
     load = Load(
         running=3, pages_total=100, pages_free=25, pages_evictable=25, prompt_tokens_total=50, cached_tokens_total=20
     )
-    worker = Member(
-        instance_id="context-0", role="context", url="http://127.0.0.1:1", load=load, events_endpoint=events_endpoint
-    )
+    worker = Member(instance_id="context-0", role="context", url=worker_url, load=load, events_endpoint=events_endpoint)
     event = LedgerEvent(
         transfer_id=77, side="context", instance_id="context-0", epoch=1, state="transferring", unix_ms=1,
         deadline_unix_ms=2, num_tokens=123, num_bytes=5_000_000,
@@ -40,8 +74,8 @@ async def fill(url: str, events_endpoint: str | None = None) -> None:
 async def test_status_shows_members_cache_and_transfers(coordinator, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("KVMESH_RUN_DIR", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
-    async with coordinator(lease_s=30.0) as url:
-        await fill(url)
+    async with coordinator(lease_s=30.0) as url, serving(FakeWorker()) as worker_url:
+        await fill(url, worker_url=worker_url)
         assert await command("status", "--coordinator", url) == 0
         text = capsys.readouterr().out
         assert await command("status", "--coordinator", url, "--json") == 0
@@ -55,14 +89,73 @@ async def test_status_shows_members_cache_and_transfers(coordinator, capsys, mon
         "77",
         "5.00 MB",
         "1 stuck",
+        "group 1, window 512",
+        "hits 50% of 12 blocks: 5 full, 1 partial",
+        "offloaded 4 pages (2.0 MB)",
+        "pinned by transfers: 3 for under 1 s, 5 for over 60 s",
+        "1 damaged pages",
     ):
         assert part in text
+    gpu, host = (next(line for line in text.splitlines() if f" {tier} " in line) for tier in ("gpu", "host"))
+    assert gpu.split()[2:] == ["51", "8", "2", "79", "60", "200"]
+    assert host.split()[2:] == ["0", "0", "0", "0", "50", "50"]
+    assert "reason" not in text, "no column without anything in it"
     assert report["members"]["members"][0]["instance_id"] == "context-0"
+    assert report["caches"]["context-0"]["counters"]["missed_blocks"] == 6
+    assert report["unreachable"] == {}
 
 
-async def test_status_says_when_nobody_is_there(capsys):
+async def test_status_fails_when_a_member_does_not_answer(coordinator, capsys):
+    async with coordinator(lease_s=30.0) as url:
+        await fill(url)
+        assert await command("status", "--coordinator", url) == 1
+        assert "does not answer" in capsys.readouterr().out
+        assert await command("status", "--coordinator", url, "--json") == 1
+        assert "cannot reach" in json.loads(capsys.readouterr().out)["unreachable"]["context-0"]
+
+
+async def test_reasons_have_a_column_where_there_are_any(coordinator, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    failed = LedgerEvent(
+        transfer_id=78, side="context", instance_id="context-0", epoch=1, state="failed", unix_ms=1, reason="no pages"
+    )
+    async with coordinator(lease_s=30.0) as url, serving(FakeWorker()) as worker_url:
+        await fill(url, worker_url=worker_url)
+        async with HttpClient() as http:
+            await http.call("POST", f"{url}/transfers", dict, body=[failed])
+        assert await command("status", "--coordinator", url) == 0
+    text = capsys.readouterr().out
+    assert "reason" in text
+    assert "no pages" in text
+
+
+async def test_status_says_when_nobody_is_there(capsys, monkeypatch, tmp_path):
     assert await command("status", "--coordinator", "http://127.0.0.1:9") == 2
-    assert "kvmesh up" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "check --coordinator" in told
+    assert "kvmesh up" not in told, "whoever names an address has a mesh"
+    monkeypatch.setenv("KVMESH_RUN_DIR", str(tmp_path))
+    monkeypatch.setattr("kvmesh.cli.target.DEFAULT_COORDINATOR_URL", "http://127.0.0.1:9")
+    assert await command("status") == 2
+    assert "'kvmesh up' starts one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["router", "context"])
+async def test_status_says_that_it_was_pointed_at_another_service(capsys, name):
+    async with serving(Service(name)) as url:
+        assert await command("status", "--coordinator", url) == 2
+    told = capsys.readouterr().err
+    assert f"{url} is a {name} server, not a coordinator" in told
+    assert "--coordinator" in told
+
+
+async def test_bench_and_chat_say_that_they_were_pointed_at_another_service(coordinator, capsys):
+    async with coordinator(lease_s=30.0) as url:
+        for argv in (("bench", "--url", url), ("chat", "--url", url, "hello")):
+            assert await command(*argv) == 2
+            assert f"{url} is a coordinator server, not a router; give the router's address with --url" in (
+                capsys.readouterr().err
+            )
 
 
 async def test_events_follows_the_members_that_publish(coordinator, capsys):

@@ -12,7 +12,8 @@ import torch
 
 from kvmesh.net import faults
 from kvmesh.net.clock import ManualClock
-from kvmesh.protocol.engine import EngineStats, Generate
+from kvmesh.protocol.cache_report import IterationRecord
+from kvmesh.protocol.engine import EngineStats, Generate, IterationRecords
 
 BLOCK = 4
 EOS = 2
@@ -280,6 +281,32 @@ def test_statistics_are_collected_every_so_many_iterations(make_engine: Make, pr
     assert not bench.step()
     assert [message.generated_tokens_total for message in bench.messages if isinstance(message, EngineStats)] == [13]
     assert bench.engine.reporter.due_in_s() is None
+
+
+def test_records_of_iterations_add_up_over_the_gap(make_engine: Make, prompt: Make, request_of: Make) -> None:
+    """§2 ``iteration_stats_interval``, §3.10: every N iterations one record, which has the deltas of all of them."""
+    clock = ManualClock()
+    bench = make_engine(clock=clock, cache={"iteration_stats_interval": 3})
+    records: list[IterationRecord] = []
+    iterations = 0
+    for name in ("cold", "warm"):
+        bench.submit(request_of(name, prompt(8 * 4), max_tokens=6))
+        while not bench.answers[name].over:
+            clock.advance(1.0)
+            iterations += bench.step()
+    for message in bench.messages:
+        if isinstance(message, IterationRecords):
+            records += message.records
+    assert iterations == 12
+    assert [one.iterations for one in records] == [3] * 4
+    assert sum(one.prompt_tokens for one in records) == 2 * 8 * 4
+    assert sum(one.generated_tokens for one in records) == 12
+    first, third = records[0], records[2]
+    assert (first.reused_blocks, first.missed_blocks, first.cache_hit_rate) == (0, 8, 0.0)
+    assert (third.reused_blocks, third.missed_blocks) == (8, 0), "7 full blocks, and the last one but for a token"
+    assert third.cache_hit_rate == 1.0
+    counters = bench.cache.counters
+    assert sum(one.counters.get("allocated_pages", 0) for one in records) == counters.allocated_pages
 
 
 def test_priority_is_served_first(make_engine: Make, prompt: Make, request_of: Make) -> None:

@@ -103,11 +103,11 @@ async def test_a_generation_engine_waits_for_a_frozen_peer(launch: Launch, promp
             assert (caught.value.status, caught.value.code) == (503, "kv_transfer_timeout")
             assert 1.4 < time.monotonic() - started_s < 3.0
             # The receiver reads, so that a frozen owner cannot write: its pages are free at once.
-            await until(lambda: generation.stats.pages_held + generation.stats.pages_locked == 0)
-            assert context.stats.pages_held > 0
+            await until(lambda: generation.stats.pages_pinned + generation.stats.pages_locked == 0)
+            assert context.stats.pages_pinned > 0
         finally:
             os.kill(context.ready.pid, signal.SIGCONT)
-        await until(lambda: context.stats.pages_held == 0)
+        await until(lambda: context.stats.pages_pinned == 0)
 
 
 async def test_pages_that_a_frozen_peer_may_write_are_quarantined(
@@ -124,14 +124,14 @@ async def test_pages_that_a_frozen_peer_may_write_are_quarantined(
             with pytest.raises(ApiError, match="kv_transfer_timeout_ms"):
                 await whole(generation.generate(second_leg(request_of, 2, tokens, first)))
             await until(lambda: generation.stats.pages_quarantined == 6)
-            assert (generation.stats.pages_held, generation.stats.pages_locked) == (0, 0)
+            assert (generation.stats.pages_pinned, generation.stats.pages_locked) == (0, 0)
             assert len(await whole(generation.generate(request_of("local", prompt(9, 3))))) > 0
             await until(lambda: generation.stats.pages_locked == 0)
             assert generation.stats.pages_quarantined == 6
         finally:
             os.kill(context.ready.pid, signal.SIGCONT)
         await until(lambda: generation.stats.pages_quarantined == 0)
-        await until(lambda: context.stats.pages_held == 0)
+        await until(lambda: context.stats.pages_pinned == 0)
         assert generation.stats.integrity_failures_total == 0
 
 
@@ -143,7 +143,7 @@ async def test_pages_that_nobody_fetches_return_after_the_timeout(
         await prefill(context, request_of("c1", prompt(20), kind="context", transfer_id=1))
         started_s = time.monotonic()
         await until(lambda: context.stats.transfers_timed_out_total == 1)
-        await until(lambda: context.stats.pages_held == 0)
+        await until(lambda: context.stats.pages_pinned == 0)
         assert 0.3 < time.monotonic() - started_s < 3.0
         assert (await context.ping(1.0)).iteration < 40
 

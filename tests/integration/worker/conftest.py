@@ -47,7 +47,7 @@ class Worker:
             return response.status, await response.json()
 
     async def stats(self) -> dict[str, Any]:
-        return await self.get("/iteration_stats")
+        return await self.get("/stats")
 
     async def complete(self, prompt: list[int], **options: Any) -> tuple[int, Any]:
         """A greedy completion; also one leg of it, with ``disaggregated_params``."""
@@ -95,7 +95,7 @@ class Worker:
     async def wait_whole(self) -> dict[str, Any]:
         """Until no page is lent out; all of them are accounted for."""
         none = dict.fromkeys(
-            ("running", "waiting", "in_transfer", "pages_held", "pages_locked", "pages_quarantined"), 0
+            ("running", "waiting", "in_transfer", "pages_held", "pages_pinned", "pages_locked", "pages_quarantined"), 0
         )
         stats = await self.wait_stats("every page is back", **none)
         assert stats["pages_free"] + stats["pages_evictable"] == stats["pages_total"]

@@ -39,7 +39,7 @@ async def test_an_offer_that_nobody_fetches(pair: Make, backend: str) -> None:
     async with pair(backend) as (context, generation):
         started_s = time.monotonic()
         handoff = await context.prefill(PROMPT, 11)
-        await context.wait_stats("the offer pins its pages", timeout_s=0.9, pages_held=PAGES, in_transfer=1)
+        await context.wait_stats("the offer pins its pages", timeout_s=0.9, pages_pinned=PAGES, in_transfer=1)
         await context.wait_stats("the deadline", transfers_timed_out_total=1)
         assert TIMEOUT_MS / 1000 <= time.monotonic() - started_s + 0.25 < LATE_S
         await context.wait_whole()
@@ -95,7 +95,7 @@ async def test_an_offer_whose_reader_stands_still(pair: Make, ending: str) -> No
             since_s = time.monotonic()
             while time.monotonic() - since_s < 2 * TIMEOUT_MS / 1000:
                 stats = await context.stats()
-                assert stats["pages_held"] + stats["pages_quarantined"] == PAGES
+                assert stats["pages_pinned"] + stats["pages_quarantined"] == PAGES
                 assert stats["transfers_completed_total"] == 0
                 await anyio.sleep(0.1)
             if ending == "dies":

@@ -141,7 +141,7 @@ class Mesh:
 
 def is_idle(stats: dict[str, Any]) -> bool:
     """Nothing runs and no page is lent out."""
-    busy = ("running", "waiting", "in_transfer", "pages_held", "pages_locked", "pages_quarantined")
+    busy = ("running", "waiting", "in_transfer", "pages_held", "pages_pinned", "pages_locked", "pages_quarantined")
     return not any(stats[key] for key in busy) and (
         stats["pages_free"] + stats["pages_evictable"] == stats["pages_total"]
     )

@@ -128,7 +128,7 @@ class Process:
 
     def stats(self) -> dict[str, Any]:
         """The engine's own statistics of a worker."""
-        stats: dict[str, Any] = self.get("/iteration_stats")
+        stats: dict[str, Any] = self.get("/stats")
         return stats
 
     def settled_stats(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvmesh.cache.cuda_device import CudaDevice
-from kvmesh.cache.device import CpuDevice, DeviceMemoryError
+from kvmesh.cache.device import CpuDevice, DeviceBuffer, DeviceMemoryError
 
 
 def test_budget() -> None:
@@ -65,6 +65,71 @@ def test_copy_pages_between_pools() -> None:
     device.free(target)
 
 
+def resident_bytes(buffer: DeviceBuffer) -> int:
+    assert buffer.fd is not None
+    return os.fstat(buffer.fd).st_blocks * 512
+
+
+def test_a_reserve_takes_addresses_and_no_budget() -> None:
+    device = CpuDevice(1 << 20)
+    buffer = device.allocate(1 << 16, reserve_bytes=1 << 40)
+    assert device.free_bytes == (1 << 20) - (1 << 16)
+    assert (buffer.nbytes, buffer.reserve_bytes, len(buffer.array)) == (1 << 16, 1 << 40, 1 << 16)
+    assert resident_bytes(buffer) == 0
+    assert device.allocate(64, reserve_bytes=1).reserve_bytes == 64
+
+
+def test_resize_keeps_the_address_and_returns_memory() -> None:
+    device = CpuDevice(1 << 20)
+    buffer = device.allocate(1 << 18, reserve_bytes=1 << 19)
+    address = buffer.address
+    buffer.array[:] = 7
+    assert resident_bytes(buffer) == 1 << 18
+    # 5,000 is inside the second page of the system: it stays, its end zeroed.
+    device.resize(buffer, 5000)
+    assert resident_bytes(buffer) == 8192
+    assert device.free_bytes == (1 << 20) - 5000
+    device.resize(buffer, 1 << 19)
+    assert device.free_bytes == 1 << 19
+    assert buffer.address == address == buffer.array.ctypes.data
+    assert (buffer.array[:5000] == 7).all()
+    assert not buffer.array[5000:].any()
+    buffer.array[-1] = 9
+    assert buffer.fd is not None
+    with mmap.mmap(buffer.fd, 1 << 19) as peer:
+        assert peer[(1 << 19) - 1] == 9
+        device.resize(buffer, 4097)
+        # A peer that still maps what is gone reads zeros.
+        assert peer[4096] == 7
+        assert not any(peer[4097:])
+    device.free(buffer)
+    assert device.free_bytes == 1 << 20
+
+
+def test_resize_is_refused_beyond_budget_and_reserve() -> None:
+    device = CpuDevice(10_000)
+    buffer = device.allocate(4096, reserve_bytes=1 << 20)
+    with pytest.raises(DeviceMemoryError, match="grow by 5905 bytes: the cpu device has 5904"):
+        device.resize(buffer, 10_001)
+    with pytest.raises(DeviceMemoryError, match="1048576 bytes are reserved"):
+        device.resize(buffer, (1 << 20) + 1)
+    with pytest.raises(DeviceMemoryError):
+        device.resize(buffer, 0)
+    assert (buffer.nbytes, device.free_bytes) == (4096, 5904)
+
+
+def test_pages_to_and_from_host_memory() -> None:
+    device = CpuDevice(1 << 20)
+    buffer = device.allocate(4 * 64)
+    host = np.arange(3 * 64, dtype=np.uint8)
+    device.register_host(host)
+    device.upload(buffer, np.array([3, 0], np.int32), host, np.array([1, 2], np.int32), 64)
+    assert np.array_equal(buffer.array[3 * 64 :], host[64:128])
+    device.download(host, np.array([0], np.int32), buffer, np.array([3], np.int32), 64)
+    assert np.array_equal(host[:64], host[64:128])
+    device.unregister_host(host)
+
+
 @pytest.mark.gpu
 def test_cuda_device() -> None:
     torch = pytest.importorskip("torch")
@@ -81,4 +146,16 @@ def test_cuda_device() -> None:
     assert bool((pages[7] == 5).all())
     with pytest.raises(TypeError):
         _ = buffer.array
+    with pytest.raises(DeviceMemoryError, match="reserve"):
+        device.allocate(64, reserve_bytes=65)
+    with pytest.raises(DeviceMemoryError, match="rebalancing"):
+        device.resize(buffer, 64)
+    host = np.zeros(2 << 20, dtype=np.uint8)
+    device.register_host(host)
+    device.download(host, np.array([1], np.int32), buffer, np.array([7], np.int32), 1 << 20).synchronize()
+    assert (host.reshape(2, -1) == [[0], [5]]).all()
+    host[:] = 6
+    device.upload(buffer, np.array([0, 9], np.int32), host, np.array([0, 1], np.int32), 1 << 20).synchronize()
+    assert bool((pages[[0, 9]] == 6).all())
+    device.unregister_host(host)
     device.free(buffer)

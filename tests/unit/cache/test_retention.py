@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.cache.retention import block_priorities, validate
+from kvmesh.cache.retention import block_priorities, touched_blocks, validate
 from kvmesh.protocol.retention import RetentionConfig, TokenRangeRetention
 
 
@@ -71,12 +71,14 @@ def test_blocks_agree_with_a_token_by_token_reading(
 ) -> None:
     settings = config(*(retain(a, None if n is None else a + n, p) for a, n, p in ranges), decode=99)
     validate(settings)
-    expected = []
+    expected, expected_touched = [], []
     for block in range(begin, begin + count):
         tokens = range(block * size, min((block + 1) * size, prompt_len))
         touching = [p for a, n, p in ranges if any(a <= t and (n is None or t < a + n) for t in tokens)]
+        expected_touched.append(bool(touching))
         expected.append(99 if block * size >= prompt_len else touching[0] if touching else 35)
     assert block_priorities(settings, prompt_len, begin, begin + count, size)[0].tolist() == expected
+    assert touched_blocks(settings, prompt_len, begin, begin + count, size).tolist() == expected_touched
 
 
 @pytest.mark.parametrize(

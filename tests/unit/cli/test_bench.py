@@ -3,7 +3,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from rich.console import Console
 
+from kvmesh.cli.bench.report import print_report
 from kvmesh.cli.bench.summary import Distribution, RequestRecord, summarize
 from kvmesh.cli.bench.workload import LengthRange, arrivals_s, requests
 
@@ -76,3 +78,12 @@ def test_summaries_by_group_and_outcome():
     assert load.itl_ms.count == 2
     assert load.e2e_ms.max == pytest.approx(1000)
     assert (steady.output_tokens, steady.e2e_ms, steady.ttft_ms.count) == (5, None, 1)
+
+
+def test_the_ends_of_a_distribution_are_named(capsys):
+    gaps_s = [0.010, 0.011, 0.012, 0.5]
+    record = RequestRecord(group="load", started_s=0, duration_s=1, ttft_s=0.1, gaps_s=gaps_s, completion_tokens=5)
+    print_report(Console(width=120), summarize([record], 1.0), [record])
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  ITL"))
+    assert "min 10.0 ms" in line
+    assert line.endswith("p99 12.0 ms")

@@ -216,4 +216,4 @@ async def test_chat_command_keeps_the_history(capsys, monkeypatch):
 
 async def test_chat_command_says_when_nobody_is_there(capsys):
     assert await command("chat", "--url", "http://127.0.0.1:9", "hello") == 2
-    assert "kvmesh up" in capsys.readouterr().err
+    assert "check --url" in capsys.readouterr().err

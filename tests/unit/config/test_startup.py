@@ -35,10 +35,14 @@ SUPPORTED_CACHE: list[dict[str, Any]] = [
     {"max_gpu_total_bytes": 1 << 20},
     {"enable_partial_reuse": False, "copy_on_partial_reuse": False},
     {"tokens_per_block": 64},
+    {"max_attention_window": [256, 4096]},
     {"max_util_for_resume": 0.5},
     {"iteration_stats_interval": 5},
     {"kv_events_config": {"enable_kv_cache_events": True, "topic": "t", "hwm": 5, "replay_endpoint": "tcp://*:5657"}},
+    {"kv_cache_event_hash_algo": "v1_block_key"},
     {"kv_cache_event_hash_algo": "v2_sha256"},
+    {"kv_cache_event_hash_algo": "v2_sha256_64"},
+    {"event_buffer_max_size": 16384, "attention_dp_events_gather_period_ms": 6},
     {"dtype": "float32"},
     {"dtype": "bfloat16"},
     {"block_reuse_config": {"policy": "per_request"}},
@@ -48,15 +52,10 @@ SUPPORTED_CACHE: list[dict[str, Any]] = [
 ]
 
 UNSUPPORTED_CACHE: list[dict[str, Any]] = [
-    {"max_attention_window": [256]},  # with a sequence length of 2048, see below
     {"host_cache_size": 1},
     {"cold_tier_offload_min_priority": 30},
-    {"event_buffer_max_size": 1},
-    {"attention_dp_events_gather_period_ms": 6},
     {"dtype": "fp8"},
     {"dtype": "float64"},
-    {"kv_cache_event_hash_algo": "v1_block_key"},
-    {"kv_cache_event_hash_algo": "v2_sha256_64"},
     {"mixed_precision_first_n": 1},
     {"mixed_precision_last_n": 1},
     {"mamba_ssm_cache_dtype": "float16"},
@@ -120,16 +119,6 @@ def test_every_cache_field_is_either_built_or_refused() -> None:
     tried = {name for cache in (*SUPPORTED_CACHE, *UNSUPPORTED_CACHE) for name in cache}
     aliases = {"secondary_offload_min_priority", "mamba_state_cache_interval"}
     assert tried | aliases == set(KvCacheConfig.model_fields)
-
-
-def test_windows_as_long_as_a_sequence_mean_full_attention() -> None:
-    """§2 max_attention_window."""
-    cache = {"max_attention_window": [2048, 4096]}
-    refuse_unsupported(worker(cache), max_seq_len=2048)
-    refuse_unsupported(worker(cache, max_seq_len=2048))
-    refuse_unsupported(worker(cache))  # judged when the model is known
-    with pytest.raises(NotSupportedYetError, match="this version has full attention"):
-        refuse_unsupported(worker(cache), max_seq_len=4096)
 
 
 def test_the_cache_has_the_data_type_of_its_model() -> None:
@@ -274,6 +263,12 @@ class TestImpossible:
             refuse_impossible(worker({"kv_events_config": events}), max_seq_len=100, ranks_per_host=2, world_size=2)
         off = {"kv_events_config": events | {"enable_kv_cache_events": False}}
         refuse_impossible(worker(off), max_seq_len=100, ranks_per_host=2, world_size=2)
+
+    def test_buffered_events_need_reuse(self) -> None:
+        """§2."""
+        refuse_impossible(worker({"event_buffer_max_size": 0, "enable_block_reuse": False}), max_seq_len=100)
+        with pytest.raises(ConfigError, match="event_buffer_max_size needs enable_block_reuse"):
+            refuse_impossible(worker({"event_buffer_max_size": 1, "enable_block_reuse": False}), max_seq_len=100)
 
     def test_every_problem_is_in_one_message(self) -> None:
         with pytest.raises(ConfigError, match=r"tokens_per_block.*; .*avg_seq_len"):

@@ -15,7 +15,6 @@ from kvmesh.protocol.engine import (
     Abort,
     DrainKvEvents,
     Generate,
-    KvEventsDrained,
     PeerDead,
     Ping,
     Pong,
@@ -69,7 +68,12 @@ class ScriptedExecutor:
 
 
 class ScriptedReporter:
-    due: float | None = None
+    def __init__(self) -> None:
+        self.due: float | None = None
+        self.drained: list[DrainKvEvents] = []
+
+    def drain_kv_events(self, message: DrainKvEvents) -> None:
+        self.drained.append(message)
 
     def after_step(self, *, computed: bool) -> None:
         pass
@@ -114,11 +118,14 @@ def build() -> Build:
 
 
 def test_messages_reach_the_executor_in_order(build: Build) -> None:
-    loop, executor, channel = build([REQUEST, Abort("r"), Ping(7), PeerDead("x", 3), DrainKvEvents(8)], [Shutdown(0.0)])
+    loop, executor, channel = build(
+        [REQUEST, Abort("r"), Ping(7), PeerDead("x", 3), DrainKvEvents(8, 4)], [Shutdown(0.0)]
+    )
     executor.counters.iteration = 5
     loop.run()
     assert executor.calls == [("submit", "r"), ("abort", "r"), ("dead", "x", 3), "step", "step", "abort all"]
-    assert channel.sent == [Pong(7, 5), KvEventsDrained(8, b"[]")]
+    assert channel.sent == [Pong(7, 5)]
+    assert loop._reporter.drained == [DrainKvEvents(8, 4)]  # type: ignore[attr-defined]
 
 
 def test_there_is_no_wait_while_there_is_work(build: Build) -> None:

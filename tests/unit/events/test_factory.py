@@ -2,58 +2,180 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from kvmesh.cache.events import StoredBlocks
 from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
 from kvmesh.config import WorkerSettings
 from kvmesh.events.endpoints import EndpointError
-from kvmesh.events.factory import create_event_source
-from kvmesh.events.publisher import NullPublisher, ZmqPublisher
-from kvmesh.hashing import ReuseScope
+from kvmesh.events.factory import EventOrigin, create_event_source
+from kvmesh.events.source import BufferedSource, EventSource, EventStatistics, StreamSource
+from kvmesh.net.clock import ManualClock
+from kvmesh.protocol.kv_cache_events import KvCacheEvent
 
-LAYOUT = PageLayout.build(
-    CacheRequirements((LayerCacheSpec(layer_index=0, num_kv_heads=1, head_dim=8, dtype="float32"),)), 4
-)
-BLOCK = StoredBlocks(ReuseScope(), None, [bytes(32)], np.zeros((1, 4), np.int32), 0, np.zeros(1, np.uint8))
+MakeBlocks = Callable[..., StoredBlocks]
+
+STREAMED = {"enable_kv_cache_events": True, "publisher": "null"}
+LOOPBACK = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}
 
 
-def settings(**events: Any) -> WorkerSettings:
-    return WorkerSettings(role="context", model="m", kv_cache_config={"kv_events_config": events})
+def layout(*windows: int | None) -> PageLayout:
+    layers = tuple(
+        LayerCacheSpec(layer_index=i, num_kv_heads=1, head_dim=8, dtype="float32", window=window)
+        for i, window in enumerate(windows)
+    )
+    return PageLayout.build(CacheRequirements(layers), 1)
+
+
+def source_of(
+    cache: dict[str, Any],
+    *windows: int | None,
+    clock: ManualClock | None = None,
+    all_gather: Any = None,
+    tier_moves: str = "publish",
+    **origin: Any,
+) -> EventSource:
+    settings = WorkerSettings.model_validate(
+        {"role": "context", "model": "m", "kv_cache_config": cache, "events": {"tier_moves": tier_moves}}
+    )
+    options = {"all_gather": all_gather} if all_gather else {}
+    facts = {"model_name": "m", "layout": layout(*windows or (None,)), "manager_v2": True, "max_seq_len": 512}
+    return create_event_source(settings, EventOrigin(**facts | origin), clock or ManualClock(), **options)  # type: ignore[arg-type]
 
 
 def test_events_are_off_by_default() -> None:
-    source = create_event_source(settings(), LAYOUT, model_name="m")
+    source = source_of({})
     assert source.sink is None
-    assert isinstance(source.publisher, NullPublisher)
+    assert (source.endpoint, source.replay_endpoint, source.due_in_s()) == (None, None, None)
     source.start()
     source.flush()
+    assert source.fetch(0).events == []
+    assert source.statistics() == EventStatistics()
     source.shutdown()
 
 
-def test_a_null_publisher_collects_and_sends_nothing() -> None:
-    source = create_event_source(settings(enable_kv_cache_events=True, publisher="null"), LAYOUT, model_name="m")
+@pytest.mark.parametrize(
+    ("setting", "v2", "advertised"),
+    [("auto", True, "v2_sha256"), ("auto", False, "v1_block_key"), ("v2_sha256_64", True, "v2_sha256_64")],
+)
+@pytest.mark.parametrize("path", [{}, {"event_buffer_max_size": 4}, {"kv_events_config": STREAMED}])
+def test_the_effective_hash_algorithm_is_advertised(path: Any, setting: str, v2: bool, advertised: str) -> None:
+    """decisions.md 6: on the wire it makes no difference."""
+    assert source_of(path | {"kv_cache_event_hash_algo": setting}, manager_v2=v2).hash_algo == advertised
+
+
+def test_v1_warns_of_an_algorithm_that_it_does_not_have() -> None:
+    with capture_logs() as logs:
+        source = source_of({"kv_cache_event_hash_algo": "v2_sha256"}, manager_v2=False)
+    assert source.hash_algo == "v1_block_key"
+    assert len(logs) == 1
+
+
+def test_a_null_publisher_collects_and_sends_nothing(make_blocks: MakeBlocks) -> None:
+    source = source_of({"kv_events_config": STREAMED})
     assert source.sink is not None
-    source.sink.on_stored(0, BLOCK)
-    source.sink.on_removed(0, BLOCK.keys, 0)
+    source.sink.on_stored(0, make_blocks([1]))
+    source.sink.on_removed(0, make_blocks([1]).keys, 0)
     source.flush()
-    assert source.statistics() == {"events_published_total": 0, "events_dropped_total": 0}
+    assert source.statistics() == EventStatistics(blocks_stored_total=1, blocks_removed_total=1)
+
+
+def test_the_group_with_the_largest_window_is_streamed(make_blocks: MakeBlocks) -> None:
+    source = source_of({"kv_events_config": STREAMED}, 64, None)
+    assert source.sink is not None
+    source.sink.on_stored(0, make_blocks([1, 2]))
+    source.sink.on_stored(1, make_blocks([1, 2]))
+    assert source.statistics() == EventStatistics(blocks_stored_total=2, blocks_non_target_total=2)
+
+
+@pytest.mark.parametrize(("tier_moves", "moved"), [("publish", 1), ("device_only", 0)])
+def test_tier_moves_are_a_setting(make_blocks: MakeBlocks, tier_moves: str, moved: int) -> None:
+    source = source_of({"kv_events_config": STREAMED}, tier_moves=tier_moves)
+    assert source.sink is not None
+    source.sink.on_created(("gpu", "host"), [(1, 1)])
+    source.sink.on_stored(0, make_blocks([1]))
+    source.sink.on_moved(0, make_blocks([1]).keys, 0, 1)
+    assert source.statistics().blocks_moved_total == moved
+
+
+def test_2_2_buffered_events_are_fetched(make_blocks: MakeBlocks) -> None:
+    source = source_of({"event_buffer_max_size": 2}, None, 64)
+    assert isinstance(source, BufferedSource)
+    sink = source.sink
+    sink.on_created(("gpu",), [(4,), (4,)])
+    sink.on_stored(1, make_blocks([1]))
+    assert source.fetch(0).events == []
+    source.flush()
+    position, events = source.fetch(0)
+    assert [(event.event_id, event.window_size, event.layer_group_id) for event in events] == [(1, 64, 1), (2, 64, 1)]
+    assert {event.hash_algo for event in events} == {"v2_sha256"}
+    assert {event.attention_dp_rank for event in events} == {None}
+    assert source.statistics() == EventStatistics(
+        blocks_stored_total=1, buffered=2, buffered_total=3, buffer_dropped_total=1
+    )
+    assert source.fetch(position).events == []
+    assert source.statistics().buffered == 0
+
+
+def test_2_2_when_both_paths_are_on_streaming_wins_with_a_warning(make_blocks: MakeBlocks) -> None:
+    with capture_logs() as logs:
+        source = source_of({"event_buffer_max_size": 2, "kv_events_config": STREAMED})
+    assert isinstance(source, StreamSource)
+    assert len(logs) == 1
+    assert "event_buffer_max_size has no effect" in logs[0]["event"]
+    source.sink.on_stored(0, make_blocks([1]))
+    source.flush()
+    assert source.fetch(0).events == []
+
+
+def test_2_2_two_ranks_gather_on_rank_0(make_blocks: MakeBlocks) -> None:
+    told: list[list[KvCacheEvent]] = [[], []]
+
+    def all_gather(events: list[KvCacheEvent]) -> list[list[KvCacheEvent]]:
+        (rank,) = {event.attention_dp_rank for event in events}
+        assert rank is not None
+        told[rank] = events
+        return told
+
+    sources = [
+        source_of({"event_buffer_max_size": 1}, rank=rank, world_size=2, all_gather=all_gather) for rank in (1, 0)
+    ]
+    for source in sources:
+        assert source.sink is not None
+        source.sink.on_stored(0, make_blocks([1]))
+        source.flush()
+    assert [event.attention_dp_rank for event in sources[1].fetch(0).events] == [0, 1]
+    assert sources[0].fetch(0).events == []
+
+
+def test_2_the_gathering_period_is_v1s(make_blocks: MakeBlocks) -> None:
+    for manager_v2, expected in ((True, None), (False, pytest.approx(0.25))):
+        clock = ManualClock()
+        source = source_of(
+            {"event_buffer_max_size": 4, "attention_dp_events_gather_period_ms": 250},
+            clock=clock,
+            manager_v2=manager_v2,
+        )
+        source.flush()
+        assert source.sink is not None
+        source.sink.on_stored(0, make_blocks([(1).to_bytes(8, "big")]))
+        source.flush()
+        assert source.due_in_s() == expected
+        assert len(source.fetch(0).events) == (1 if manager_v2 else 0)
+        clock.advance(0.25)
+        source.flush()
+        assert len(source.fetch(0).events) == 1
 
 
 def test_ranks_publish_side_by_side() -> None:
-    source = create_event_source(
-        settings(enable_kv_cache_events=True, endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*"),
-        LAYOUT,
-        model_name="m",
-        rank=1,
-        world_size=2,
-    )
-    assert isinstance(source.publisher, ZmqPublisher)
+    source = source_of({"kv_events_config": {"enable_kv_cache_events": True} | LOOPBACK}, rank=1, world_size=2)
     source.start()
-    assert source.publisher.endpoint != source.publisher.replay_endpoint
+    assert source.endpoint is not None
+    assert source.endpoint != source.replay_endpoint
     source.shutdown()
 
 
@@ -66,6 +188,6 @@ def test_ranks_publish_side_by_side() -> None:
     ],
 )
 def test_t12_ports_that_cannot_be_bound_are_refused_before_any_is(endpoint: str, replay: str | None, says: str) -> None:
-    events = settings(enable_kv_cache_events=True, endpoint=endpoint, replay_endpoint=replay)
+    events = {"enable_kv_cache_events": True, "endpoint": endpoint, "replay_endpoint": replay}
     with pytest.raises(EndpointError, match=says):
-        create_event_source(events, LAYOUT, model_name="m", world_size=2)
+        source_of({"kv_events_config": events}, world_size=2)

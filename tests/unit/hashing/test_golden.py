@@ -10,7 +10,6 @@ from kvmesh.hashing import (
     ReuseKey,
     ReuseScope,
     as_token_ids,
-    event_hash,
     salt_id,
     signed_wire_hash,
     v1_block_keys,
@@ -18,6 +17,7 @@ from kvmesh.hashing import (
     v2_partial_key,
     v2_root,
     wire_hash,
+    wire_hashes,
 )
 
 A = as_token_ids([1, 2, 3, 4])
@@ -69,11 +69,14 @@ def test_v2_multimodal_block() -> None:
     ]
 
 
-def test_v2_event_hashes() -> None:
-    assert event_hash(KEY_A, "v2_sha256") == KEY_A.hex()
-    assert event_hash(KEY_A, "v2_sha256_64") == 16443243144690205867
-    assert event_hash(KEY_B, "v2_sha256_64") == wire_hash(KEY_B) == 8460888372051954880
+def test_v2_wire_hashes() -> None:
+    assert wire_hash(KEY_A) == 16443243144690205867
+    assert wire_hash(KEY_B) == 8460888372051954880
     assert signed_wire_hash(KEY_A) == -2003500929019345749
+    assert wire_hashes([KEY_A, KEY_B]) == [wire_hash(KEY_A), wire_hash(KEY_B)]
+    assert wire_hashes([KEY_A, KEY_B], signed=True) == [signed_wire_hash(KEY_A), signed_wire_hash(KEY_B)]
+    assert wire_hashes([]) == []
+    assert wire_hashes([KEY_A[:8], KEY_B[:8]]) == wire_hashes([KEY_A, KEY_B]), "V1 keys have 8 bytes"
 
 
 def test_v1_chain() -> None:

@@ -96,6 +96,30 @@ def make_pages() -> Callable[..., PagedCase]:
     return make
 
 
+def without_what_windows_left(
+    case: PagedCase, query_lens: list[int], context_lens: list[int], window: int
+) -> PagedCase:
+    """The same sequences with NaN in, or no page (-1) for, every block that no query's window reaches.
+
+    The page in front of page 0 holds NaN, too: what -1 would lead to.
+    """
+    stride, size = case.kv.page_stride_bytes, case.kv.tokens_per_block
+    pool = torch.full((case.pool.numel() + stride,), 0xFF, dtype=torch.uint8)
+    pool[stride:] = case.pool
+    holes = PagedCase(pool[stride:], case.kv._replace(base=pool.data_ptr() + stride), case.block_tables.clone())
+    for row, (queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
+        for block in range(max(0, context - queries - window + 1) // size):
+            holes.pool.view(-1, stride)[int(case.block_tables[row, block])] = 0xFF
+            if block % 2:
+                holes.block_tables[row, block] = -1
+    return holes
+
+
+@pytest.fixture
+def leave_windows() -> Callable[..., PagedCase]:
+    return without_what_windows_left
+
+
 def reference_attention(
     case: PagedCase,
     q: Tensor,

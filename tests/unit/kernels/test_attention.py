@@ -41,6 +41,19 @@ def test_mixed_batch_equals_reference(make_pages, attention_reference, dtype, wi
     torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("head_dim", [64, 40])
+@pytest.mark.parametrize("window", [1, 37, 300])
+def test_nothing_left_of_the_windows_is_read(make_pages, leave_windows, window, head_dim):
+    """One query and a few (decode), many (prefill), a chunk longer than the window, keys split over tasks."""
+    query_lens, context_lens = [1, 3, 70, 17, 33, 1], [700, 130, 130, 400, 1100, 1100]
+    case = make_pages(context_lens, kv_heads=3, head_dim=head_dim, tokens_per_block=8, dtype=torch.float32)
+    q = queries(sum(query_lens), 9, head_dim)
+    expected = run(case, q, query_lens, context_lens, window=window)
+    holes = leave_windows(case, query_lens, context_lens, window)
+    assert (holes.block_tables == -1).any()
+    assert torch.equal(run(holes, q, query_lens, context_lens, window=window), expected)
+
+
 @pytest.mark.parametrize("head_dim", [16, 20, 32, 40, 64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 2), (5, 1), (16, 2)])
 def test_head_shapes(make_pages, attention_reference, head_dim, heads, kv_heads):

@@ -70,6 +70,18 @@ def test_attention_with_split_keys_equals_reference(make_pages, attention_refere
     check_attention(case, attention_reference, query_lens, context_lens, torch.float32, window, 0.0)
 
 
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("window", [9, 1500])
+def test_nothing_left_of_the_windows_is_read(make_pages, leave_windows, attention_reference, window):
+    query_lens, context_lens = [1, 40, 3], [2500, 2100, 60]
+    case = make_pages(context_lens, kv_heads=1, head_dim=32, tokens_per_block=16, dtype=torch.float32)
+    holes = leave_windows(case, query_lens, context_lens, window)
+    assert (holes.block_tables == -1).any()
+    check_attention(
+        holes, lambda _, *rest: attention_reference(case, *rest), query_lens, context_lens, torch.float32, window, 0.0
+    )
+
+
 def check_attention(case, reference, query_lens, context_lens, dtype, window, soft_cap):
     dim, heads = case.kv.head_dim, 3 * case.kv.num_kv_heads
     q = torch.randn(sum(query_lens), heads, dim).to(dtype)

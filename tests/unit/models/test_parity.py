@@ -1,4 +1,4 @@
-"""Every architecture against transformers: same logits for any shape, whatever the chunking and whoever shares the batch."""
+"""Every architecture against transformers: same logits, whatever the shape, the chunking and the batch."""
 
 from __future__ import annotations
 

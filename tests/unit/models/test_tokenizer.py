@@ -202,6 +202,19 @@ def test_sentencepiece_vocabularies(text: str, tmp_path: Path) -> None:
     assert text_of_pieces.removeprefix(" ") == ours.decode(ids)
 
 
+def test_gemma_puts_no_space_in_front(tmp_path: Path) -> None:
+    """Its normaliser only replaces spaces, so its decoder strips none."""
+    reference = sentencepiece_like()
+    reference.normalizer = normalizers.Replace(" ", "▁")
+    reference.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    reference.save(str(tmp_path / "tokenizer.json"))
+    ours = Tokenizer.from_source(ModelSource("m", tmp_path, "huggingface"))
+    for text in ("hello a bed", " a  b", "é a"):
+        ids = ours.encode(text).tolist()
+        assert ids == reference.encode(text).ids
+        assert ours.decode(ids) == reference.decode(ids) == text
+
+
 def test_unsupported_and_broken_tokenizers(tmp_path: Path) -> None:
     source = ModelSource("m", tmp_path, "huggingface")
     with pytest.raises(ModelError, match=r"Cannot read .*tokenizer\.json"):

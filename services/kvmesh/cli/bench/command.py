@@ -70,8 +70,8 @@ def run(args: argparse.Namespace) -> int:
     headers = auth_headers(args)
     if not args.allow_remote and not _is_loopback(url):
         raise UserError(f"{url} is not this machine; add --allow-remote if its owner knows about the load")
-    model = args.model or anyio.run(served_model, url, headers)
-    load = _load(args, anyio.run(read_vocabulary, url, model, headers))
+    model = args.model or anyio.run(served_model, url, headers, bool(args.url))
+    load = _load(args, anyio.run(read_vocabulary, url, model, headers, bool(args.url)))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(f"{model} at {url}", total=None if args.steady else args.requests)

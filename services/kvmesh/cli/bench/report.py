@@ -96,7 +96,7 @@ def _throughput(summary: GroupSummary) -> str:
 
 
 def _histogram(name: str, values_s: Sequence[float]) -> Text:
-    """One line: from the least value to the 99th percentile, the rest in the last bin."""
+    """One line, its ends named: from the least value to the 99th percentile, what lies above in the last bin."""
     ordered = sorted(values_s)
     least, most = ordered[0], ordered[int(0.99 * (len(ordered) - 1))]
     width = (most - least) / BINS or 1e-9
@@ -105,4 +105,5 @@ def _histogram(name: str, values_s: Sequence[float]) -> Text:
         counts[min(BINS - 1, int((value - least) / width))] += 1
     highest = max(counts)
     bars = "".join(_BARS[-(-count * (len(_BARS) - 1) // highest)] for count in counts)
-    return Text.assemble((f"{name:>5} {least * 1e3:7.1f} ms ", "dim"), (bars, "cyan"), (f" {most * 1e3:.1f} ms", "dim"))
+    ends = f"{name:>5}  min {least * 1e3:.1f} ms ", f" p99 {most * 1e3:.1f} ms"
+    return Text.assemble((ends[0], "dim"), (bars, "cyan"), (ends[1], "dim"))

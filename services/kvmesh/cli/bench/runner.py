@@ -14,6 +14,7 @@ from kvmesh.cli.bench.summary import RequestRecord
 from kvmesh.cli.bench.workload import SAMPLE_TEXT, RequestSpec
 from kvmesh.cli.errors import UserError
 from kvmesh.cli.openai_stream import StreamTimes, stream
+from kvmesh.cli.reach import explained
 from kvmesh.net.client import HttpClient, PeerUnreachableError
 from kvmesh.protocol.errors import ApiError
 
@@ -144,15 +145,16 @@ def _record(spec: RequestSpec, times: StreamTimes, outcome: str, begin_s: float)
     )
 
 
-async def read_vocabulary(url: str, model: str, headers: dict[str, str]) -> list[int]:
+async def read_vocabulary(url: str, model: str, headers: dict[str, str], given: bool = False) -> list[int]:
     """Token ids of ordinary words, asked of the server's ``/tokenize``.
 
     Raises:
         UserError: it has none.
     """
-    try:
-        async with HttpClient(timeout_s=10.0, headers=headers) as http:
+    async with HttpClient(timeout_s=10.0, headers=headers) as http:
+        try:
             reply = await http.call("POST", f"{url}/tokenize", _Tokens, body={"model": model, "prompt": SAMPLE_TEXT})
-    except (PeerUnreachableError, ApiError) as error:
-        raise UserError(f"cannot make prompts: {error}") from error
+        except (PeerUnreachableError, ApiError, msgspec.DecodeError) as error:
+            reason = await explained(http, error, url, wanted="router", given=given)
+            raise UserError(f"cannot make prompts: {reason}") from error
     return list(itertools.chain(dict.fromkeys(reply.tokens)))

@@ -186,9 +186,11 @@ class Storage:
     def _slots(self, level: int, pool: int, slots: Slots) -> Slots:
         """The slots as the native code wants them; a wrong one would be written to wherever it points."""
         count = self._num_pages[level][pool]
-        if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < count:
+        slots = np.ascontiguousarray(slots, dtype=np.int32)
+        # As unsigned numbers the negative ones are too large, too.
+        if len(slots) and int(slots.view(np.uint32).max()) >= count:
             raise IndexError(f"pool {pool} of level {level} has slots 0 to {count - 1}, asked for {slots.tolist()}")
-        return np.ascontiguousarray(slots, dtype=np.int32)
+        return slots
 
 
 @contextmanager

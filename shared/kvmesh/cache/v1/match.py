@@ -55,7 +55,7 @@ def find_path(
 
 
 def servable_tokens(path: GroupPath, limit: int, tokens_per_block: int, window: int | None) -> int:
-    """The longest prefix, at most ``limit`` tokens, all of whose blocks inside the window have their KV.
+    """The longest prefix, at most ``limit`` tokens, whose last block and all blocks inside the window have their KV.
 
     A group with full attention has no holes. In one with a window, the prefix ends before a hole whose tokens the
     next query would attend to.

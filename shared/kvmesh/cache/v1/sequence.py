@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvmesh.cache.base import Scratch
 from kvmesh.cache.errors import CacheStateError
-from kvmesh.cache.retention import block_priorities
+from kvmesh.cache.retention import block_priorities, touched_blocks
 from kvmesh.cache.v1.block import HOST, Block
 from kvmesh.cache.v1.lease import BlockLease
 from kvmesh.cache.v1.match import Match
@@ -144,6 +144,7 @@ class V1Sequence:
             self._usage.unhold(block)
         for view in self.views:
             view.refresh(0)
+        self._retain_reused()
         self._state = _State.ACTIVE
         return True
 
@@ -330,6 +331,18 @@ class V1Sequence:
                 view.append([view.tail])
                 view.tail = None
         return True
+
+    def _retain_reused(self) -> None:
+        """Shared blocks take the priority of this request where one of its ranges touches them, else keep theirs."""
+        shared = self.num_cached_tokens // self._block_tokens
+        if self._retention is None or not shared:
+            return
+        touched = touched_blocks(self._retention, self._prompt_length, 0, shared, self._block_tokens)
+        priorities, durations_s = self._priorities(0, shared)
+        for number in touched.nonzero()[0].tolist():
+            for view in self.views:
+                if (block := view.blocks[number]) is not None:
+                    self._index.set_priority(block, int(priorities[number]), float(durations_s[number]))
 
     def _priorities(self, begin: int, end: int) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
         return block_priorities(self._retention, self._prompt_length, begin, end, self._block_tokens)

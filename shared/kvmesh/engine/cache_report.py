@@ -1,0 +1,50 @@
+"""The cache's statistics in the form that the front is told."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from typing import NamedTuple
+
+from kvmesh.cache.stats import CacheCounters, LevelStats
+from kvmesh.protocol.cache_report import PIN_AGE_BOUNDS_S, GroupReport, TierReport
+
+__all__ = ["Pin", "counters_of", "pages_by_age", "tiers_of"]
+
+_COUNTERS = tuple(field.name for field in fields(CacheCounters))
+
+
+class Pin(NamedTuple):
+    """Pages that one transfer pins."""
+
+    since_s: float
+    """Monotonic time of the transfer's beginning."""
+    num_pages: int
+
+
+def counters_of(counters: CacheCounters) -> dict[str, int]:
+    """All counters by name."""
+    return {name: getattr(counters, name) for name in _COUNTERS}
+
+
+def tiers_of(levels: Iterable[LevelStats]) -> tuple[TierReport, ...]:
+    """Levels as tiers, in the same order."""
+    return tuple(
+        TierReport(
+            level=level.level,
+            tier=level.tier,
+            total=level.total,
+            free=level.free,
+            groups=tuple(GroupReport(**group._asdict()) for group in level.groups),
+        )
+        for level in levels
+    )
+
+
+def pages_by_age(pins: Iterable[Pin], now_s: float, bounds_s: Sequence[float] = PIN_AGE_BOUNDS_S) -> tuple[int, ...]:
+    """Pinned pages by age class; an age on a bound belongs to the class above it."""
+    pages = [0] * (len(bounds_s) + 1)
+    for pin in pins:
+        pages[bisect_right(bounds_s, now_s - pin.since_s)] += pin.num_pages
+    return tuple(pages)

@@ -1,0 +1,79 @@
+"""Records of what iterations did: counters' growth over ``iteration_stats_interval`` of them, and peaks (§3.10)."""
+
+from __future__ import annotations
+
+from kvmesh.cache.stats import CacheStats
+from kvmesh.engine.cache_report import counters_of
+from kvmesh.engine.counters import EngineCounters
+from kvmesh.net.clock import Clock
+from kvmesh.protocol.cache_report import IterationRecord, PoolPeaks
+
+__all__ = ["IterationLog"]
+
+
+class IterationLog:
+    """Takes note of every iteration that computes.
+
+    Args:
+        interval: iterations of one record.
+        clock: for time stamps.
+    """
+
+    def __init__(self, interval: int, clock: Clock) -> None:
+        self._interval = interval
+        self._clock = clock
+        self._iterations = 0
+        """Since the last record."""
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+        self._before: dict[str, int] = {}
+        """Counters at the last record; none before the first."""
+        self._peaks: list[PoolPeaks] = []
+        self._records: list[IterationRecord] = []
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def note(self, cache: CacheStats, engine: EngineCounters, *, running: int, waiting: int) -> None:
+        """An iteration that computed has ended with these numbers."""
+        self._iterations += 1
+        self._note_peaks(cache)
+        if self._iterations == self._interval:
+            self._records.append(self._record(cache, engine, running, waiting))
+
+    def take(self) -> list[IterationRecord]:
+        """The records made since the last call, oldest first."""
+        records, self._records = self._records, []
+        return records
+
+    def _note_peaks(self, cache: CacheStats) -> None:
+        if not self._peaks:
+            self._peaks = [PoolPeaks() for _ in cache.pools]
+        for peaks, pool in zip(self._peaks, cache.pools, strict=True):
+            available = pool.free + pool.evictable
+            peaks.available = max(peaks.available, available)
+            peaks.unavailable = max(peaks.unavailable, pool.total - available)
+            peaks.evictable = max(peaks.evictable, pool.evictable)
+
+    def _record(self, cache: CacheStats, engine: EngineCounters, running: int, waiting: int) -> IterationRecord:
+        now = counters_of(cache.counters)
+        growth = {name: grown for name, value in now.items() if (grown := value - self._before.get(name, 0))}
+        reused = growth.get("reused_full_blocks", 0) + growth.get("reused_partial_blocks", 0)
+        missed = growth.get("missed_blocks", 0)
+        record = IterationRecord(
+            iteration=engine.iteration,
+            iterations=self._iterations,
+            unix_ns=self._clock.unix_ns(),
+            running=running,
+            waiting=waiting,
+            prompt_tokens=engine.prompt_tokens - self._prompt_tokens,
+            generated_tokens=engine.generated_tokens - self._generated_tokens,
+            reused_blocks=reused,
+            missed_blocks=missed,
+            cache_hit_rate=reused / (reused + missed) if reused + missed else None,
+            counters=growth,
+            pools=self._peaks,
+        )
+        self._iterations, self._peaks, self._before = 0, [], now
+        self._prompt_tokens, self._generated_tokens = engine.prompt_tokens, engine.generated_tokens
+        return record

@@ -1,0 +1,79 @@
+"""What an engine tells about its KV cache: pages by tier and layer group now, and what iterations did to them."""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["PIN_AGE_BOUNDS_S", "CacheReport", "GroupReport", "IterationRecord", "PoolPeaks", "TierReport"]
+
+PIN_AGE_BOUNDS_S = (1.0, 10.0, 60.0)
+"""Upper bounds of all age classes of :attr:`CacheReport.pinned_pages_by_age` but the last, which has none."""
+
+
+class GroupReport(msgspec.Struct, kw_only=True, frozen=True):
+    """Pages of one layer group on one tier, each in one state."""
+
+    group: int
+    window: int | None
+    """Tokens of its attention window; None: full attention."""
+    locked: int
+    """Running sequences use them."""
+    pinned: int
+    """Transfers use them."""
+    held: int
+    """Suspended sequences will use them; they may move to a colder tier."""
+    evictable: int
+    """Nobody uses them: reusable, and the first to go."""
+
+
+class TierReport(msgspec.Struct, kw_only=True, frozen=True):
+    """One tier."""
+
+    level: int
+    tier: str
+    """``gpu`` (the device, on a CPU build too), ``host`` or ``disk``."""
+    total: tuple[int, ...]
+    """Pages by pool."""
+    free: tuple[int, ...]
+    """Free pages by pool."""
+    groups: tuple[GroupReport, ...]
+
+
+class CacheReport(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The cache of one engine."""
+
+    tiers: tuple[TierReport, ...] = ()
+    """A second old at most while anything changes."""
+    pinned_pages_by_age: tuple[int, ...] = (0,) * (len(PIN_AGE_BOUNDS_S) + 1)
+    """Pages that transfers pin, by how long they have; a page of two transfers counts in both."""
+    counters: dict[str, int] = {}
+    """Since start, by the names of :class:`kvmesh.cache.stats.CacheCounters`."""
+
+
+class PoolPeaks(msgspec.Struct, kw_only=True):
+    """The most device pages of one pool at the end of any of a record's iterations."""
+
+    available: int = 0
+    """Free or evictable."""
+    unavailable: int = 0
+    evictable: int = 0
+
+
+class IterationRecord(msgspec.Struct, kw_only=True):
+    """What ``iteration_stats_interval`` iterations did (semantics §3.10)."""
+
+    iteration: int
+    """The last of them."""
+    iterations: int
+    unix_ns: int
+    running: int
+    waiting: int
+    prompt_tokens: int
+    generated_tokens: int
+    reused_blocks: int
+    missed_blocks: int
+    cache_hit_rate: float | None
+    """``reused / (reused + missed)``; None when no block was asked for."""
+    counters: dict[str, int]
+    """Growth of the cache's counters, without those that stood still."""
+    pools: list[PoolPeaks]

@@ -1,0 +1,96 @@
+"""Prometheus metrics of a worker's KV cache: pages by tier, layer group and state, and what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from kvmesh.protocol.cache_report import PIN_AGE_BOUNDS_S, CacheReport
+
+__all__ = ["PIN_AGES", "CacheCollector"]
+
+STATES = ("locked", "pinned", "held", "evictable")
+
+PIN_AGES = (
+    f"under {PIN_AGE_BOUNDS_S[0]:g} s",
+    *(f"{low:g} to {high:g} s" for low, high in pairwise(PIN_AGE_BOUNDS_S)),
+    f"over {PIN_AGE_BOUNDS_S[-1]:g} s",
+)
+"""Labels of the age classes of :attr:`CacheReport.pinned_pages_by_age`."""
+
+_DOCUMENTATION = {
+    "missed_blocks": "Full prompt blocks whose KV was not found",
+    "allocated_pages": "Pages given to sequences",
+    "evicted_pages": "Reusable pages given away",
+    "copied_pages": "Pages copied inside the device, for partial reuse",
+    "rebased_pages": "Pages freed because another sequence had committed the same block first",
+    "stored_blocks": "Blocks that became reusable",
+    "removed_blocks": "Blocks that are reusable no more",
+    "suspended": "Sequences put aside",
+    "resumed": "Sequences taken up again",
+    "offloaded_pages": "Pages moved to a colder tier",
+    "offloaded_bytes": "Bytes moved to a colder tier",
+    "onboarded_pages": "Pages moved to a warmer tier",
+    "onboarded_bytes": "Bytes moved to a warmer tier",
+    "dropped_pages": "Unreferenced pages that left the last tier that would have them",
+    "damaged_pages": "Pages of a cold tier that were not what had been written; each became a miss",
+}
+_REUSED = {"reused_full_blocks": "full", "reused_partial_blocks": "partial"}
+_ELSEWHERE = frozenset({"prompt_tokens", "cached_tokens"})
+"""The engine has these already, as it counts them."""
+
+
+class CacheCollector(Collector):
+    """Reads the engine's latest report at scrape time.
+
+    Args:
+        read: the report; None while there is no engine.
+    """
+
+    def __init__(self, read: Callable[[], CacheReport | None]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        """See ``prometheus_client.registry.Collector``."""
+        report = self._read()
+        if report is not None:
+            yield from _tiers(report)
+            yield from _counters(report)
+
+
+def _tiers(report: CacheReport) -> Iterable[Metric]:
+    pages = GaugeMetricFamily(
+        "kvmesh_cache_pages",
+        "Used pages of a layer group on a tier, each in one state",
+        labels=("tier", "group", "state"),
+    )
+    capacity = GaugeMetricFamily("kvmesh_cache_capacity_pages", "Pages of a pool on a tier", labels=("tier", "pool"))
+    free = GaugeMetricFamily("kvmesh_cache_free_pages", "Free pages of a pool on a tier", labels=("tier", "pool"))
+    for tier in report.tiers:
+        for pool, (total, left) in enumerate(zip(tier.total, tier.free, strict=True)):
+            capacity.add_metric((tier.tier, str(pool)), total)
+            free.add_metric((tier.tier, str(pool)), left)
+        for group in tier.groups:
+            for state in STATES:
+                pages.add_metric((tier.tier, str(group.group), state), getattr(group, state))
+    pinned = GaugeMetricFamily(
+        "kvmesh_cache_pinned_pages", "Pages that transfers pin, by how long they have", labels=("age",)
+    )
+    for age, count in zip(PIN_AGES, report.pinned_pages_by_age, strict=True):
+        pinned.add_metric((age,), count)
+    yield from (pages, capacity, free, pinned)
+
+
+def _counters(report: CacheReport) -> Iterable[Metric]:
+    reused = CounterMetricFamily("kvmesh_cache_reused_blocks", "Prompt blocks whose KV was found", labels=("match",))
+    for name, value in report.counters.items():
+        if name in _REUSED:
+            reused.add_metric((_REUSED[name],), value)
+        elif name not in _ELSEWHERE:
+            text = _DOCUMENTATION.get(name, name.replace("_", " "))
+            yield CounterMetricFamily(f"kvmesh_cache_{name}", text, value=value)
+    yield reused

@@ -1,0 +1,55 @@
+"""Engines over models with attention windows: from the model, and from ``max_attention_window``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import build
+
+from kvmesh.engine.build import EngineBuildError
+
+Make = Callable[..., Any]
+
+
+def greedy(model: Any, tokens: bytes, count: int) -> list[int]:
+    """What transformers generates."""
+    ids = torch.from_numpy(np.frombuffer(tokens, dtype=np.int32).astype(np.int64))[None]
+    model.generation_config.eos_token_id = None
+    return model.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3"])
+def test_models_with_windows(family: str, make_engine: Make, prompt: Make, request_of: Make, tmp_path: Path) -> None:
+    """Prompts on both sides of the window, in chunks and together, with and without reuse."""
+    reference = build(family)
+    reference.save_pretrained(tmp_path)
+    bench = make_engine(model=str(tmp_path), max_num_tokens=16)
+    assert {group.window for group in bench.engine.manager.layout.groups} == ({7} if family == "mistral" else {7, None})
+    prompts = [prompt(length, length) for length in (3, 19, 50)]
+    expected = [greedy(reference, tokens, 16) for tokens in prompts]
+    for attempt in ("first", "reused"):
+        requests = [request_of(f"{attempt}-{i}", tokens) for i, tokens in enumerate(prompts)]
+        assert [answer.tokens for answer in bench.run(*requests)] == expected
+    bench.check_idle()
+
+
+def test_a_window_from_the_configuration(make_engine: Make, prompt: Make, request_of: Make, tmp_path: Path) -> None:
+    """§2 max_attention_window: the tokens of a model that has this window itself."""
+    build("mistral", sliding_window=None).save_pretrained(tmp_path)
+    reference = build("mistral", sliding_window=9)
+    bench = make_engine(model=str(tmp_path), cache={"max_attention_window": [9]})
+    answer, *_ = bench.run(request_of("a", prompt(40)))
+    assert answer.tokens == greedy(reference, prompt(40), 16)
+    whole = make_engine(model=str(tmp_path), cache={"max_attention_window": [128]})
+    assert [group.window for group in whole.engine.manager.layout.groups] == [None]
+    assert whole.run(request_of("a", prompt(40)))[0].tokens != answer.tokens
+
+
+def test_a_window_that_no_attention_layer_can_have(make_engine: Make) -> None:
+    with pytest.raises(EngineBuildError, match="layer 0, which is an attention layer"):
+        make_engine(cache={"max_attention_window": [-0x7FFFFFFF]})

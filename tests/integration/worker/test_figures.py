@@ -1,0 +1,75 @@
+"""A worker's figures of its cache: ``/stats``, ``/iteration_stats`` and ``/metrics`` of a real engine process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import pytest
+
+pytestmark = pytest.mark.slow
+
+Make = Callable[..., Any]
+PROMPT = [1000 + 37 * i for i in range(70)]
+PAGES = 3
+RETENTION = {
+    "token_range_retention_configs": [{"token_start": 0, "token_end": 32, "priority": 90, "duration_ms": 60_000}],
+    "decode_retention_priority": 5,
+}
+
+
+async def metrics(worker: Any) -> dict[str, float]:
+    async with worker.http.get(f"{worker.url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+
+
+async def test_the_cache_s_figures(settings_of: Make, serve: Make) -> None:
+    """Acceptance 7, §3.10."""
+    async with serve(settings_of("both", iteration_stats_interval=2)) as (worker,):
+        for _ in range(2):
+            status, answer = await worker.complete(PROMPT, max_tokens=6, kv_cache_retention_config=RETENTION)
+            assert status == 200, answer
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 69
+        await worker.wait_stats("everything is counted", generated_tokens_total=12, running=0)
+        records = await worker.get("/iteration_stats")
+        assert {record["iterations"] for record in records} == {2}
+        assert sum(record["generated_tokens"] for record in records) == 12
+        assert sum(record["missed_blocks"] for record in records) == PAGES
+        assert sum(record["reused_blocks"] for record in records) == PAGES
+        assert await worker.get("/iteration_stats") == [], "each record is given once"
+
+        found = await metrics(worker)
+        assert found['kvmesh_cache_reused_blocks_total{match="full"}'] == 2
+        assert found['kvmesh_cache_reused_blocks_total{match="partial"}'] == 1
+        assert found["kvmesh_cache_missed_blocks_total"] == PAGES
+        assert found["kvmesh_engine_cached_tokens_total"] == 69
+
+
+async def test_pins_of_an_offer_have_an_age(settings_of: Make, serve: Make) -> None:
+    async with serve(settings_of("both")) as (worker,):
+        await worker.prefill(PROMPT, 11)
+        await worker.wait_stats("the offer stands", in_transfer=1)
+        assert sum((await worker.stats())["cache"]["pinned_pages_by_age"]) == PAGES
+        pinned = {name: value for name, value in (await metrics(worker)).items() if "cache_pinned_pages" in name}
+        assert sum(pinned.values()) == PAGES
+        await worker.post("/abort", {"disagg_request_id": 11})
+        await worker.wait_whole()
+        assert sum((await worker.stats())["cache"]["pinned_pages_by_age"]) == 0
+
+
+async def test_turns_of_one_conversation_at_a_time(settings_of: Make, serve: Make) -> None:
+    """§1.3: the second of two concurrent ones is served, too, as one without a conversation."""
+    turn = {"conversation_params": {"conversation_id": " chat "}}
+    async with serve(settings_of("both")) as (worker,):
+        statuses = []
+
+        async def ask() -> None:
+            statuses.append((await worker.complete(PROMPT, max_tokens=20, **turn))[0])
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            tasks.start_soon(ask)
+        assert statuses == [200, 200]
+        await worker.wait_whole()

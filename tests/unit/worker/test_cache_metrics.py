@@ -1,0 +1,71 @@
+"""Acceptance 7: metrics show the cache per tier and layer group, with pins by age."""
+
+from __future__ import annotations
+
+from kvmesh.cache.stats import CacheCounters
+from kvmesh.engine.cache_report import counters_of
+from kvmesh.protocol.cache_report import CacheReport, GroupReport, TierReport
+from kvmesh.telemetry.metrics import Metrics
+from kvmesh.worker.cache_metrics import CacheCollector
+
+REPORT = CacheReport(
+    tiers=(
+        TierReport(
+            level=0,
+            tier="gpu",
+            total=(100, 40),
+            free=(60, 1),
+            groups=(
+                GroupReport(group=0, window=None, locked=10, pinned=5, held=5, evictable=20),
+                GroupReport(group=1, window=512, locked=3, pinned=0, held=0, evictable=36),
+            ),
+        ),
+        TierReport(level=1, tier="host", total=(50, 0), free=(50, 0), groups=()),
+    ),
+    pinned_pages_by_age=(4, 0, 1, 2),
+    counters=counters_of(
+        CacheCounters(
+            prompt_tokens=9, reused_full_blocks=7, reused_partial_blocks=2, offloaded_bytes=4096, damaged_pages=1
+        )
+    ),
+)
+
+
+def samples(report: CacheReport | None) -> dict[str, str]:
+    metrics = Metrics()
+    metrics.collect(CacheCollector(lambda: report))
+    lines = metrics.render().decode().splitlines()
+    return dict(line.rsplit(" ", 1) for line in lines if line.startswith("kvmesh_cache"))
+
+
+def test_pages_by_tier_group_and_state() -> None:
+    found = samples(REPORT)
+    assert found['kvmesh_cache_pages{group="0",state="locked",tier="gpu"}'] == "10.0"
+    assert found['kvmesh_cache_pages{group="0",state="pinned",tier="gpu"}'] == "5.0"
+    assert found['kvmesh_cache_pages{group="1",state="evictable",tier="gpu"}'] == "36.0"
+    assert found['kvmesh_cache_free_pages{pool="1",tier="gpu"}'] == "1.0"
+    assert found['kvmesh_cache_capacity_pages{pool="0",tier="host"}'] == "50.0"
+
+
+def test_pins_by_age() -> None:
+    found = samples(REPORT)
+    ages = {name: value for name, value in found.items() if name.startswith("kvmesh_cache_pinned_pages")}
+    assert ages == {
+        'kvmesh_cache_pinned_pages{age="under 1 s"}': "4.0",
+        'kvmesh_cache_pinned_pages{age="1 to 10 s"}': "0.0",
+        'kvmesh_cache_pinned_pages{age="10 to 60 s"}': "1.0",
+        'kvmesh_cache_pinned_pages{age="over 60 s"}': "2.0",
+    }
+
+
+def test_counters_have_units_and_end_in_total() -> None:
+    found = samples(REPORT)
+    assert found['kvmesh_cache_reused_blocks_total{match="full"}'] == "7.0"
+    assert found['kvmesh_cache_reused_blocks_total{match="partial"}'] == "2.0"
+    assert found["kvmesh_cache_offloaded_bytes_total"] == "4096.0"
+    assert found["kvmesh_cache_damaged_pages_total"] == "1.0"
+    assert "kvmesh_cache_prompt_tokens_total" not in found, "kvmesh_engine_prompt_tokens_total has them"
+
+
+def test_no_engine_no_figures() -> None:
+    assert samples(None) == {}
