@@ -119,7 +119,7 @@ def publishing(settings_of: Callable[..., Any], serve: Callable[..., Any]) -> Ca
     @asynccontextmanager
     async def publishing(count: int) -> AsyncIterator[tuple[Any, list[Subscriber]]]:
         # 20 blocks: later prompts evict earlier ones, so that blocks are removed, too.
-        async with serve(settings_of("both", backend=None, events=True, max_tokens=640)) as (worker,):
+        async with serve(settings_of("both", backend=None, events=True, max_tokens=640, host_cache_size=0)) as (worker,):
             info = await worker.get("/server_info")
             subscribers = [Subscriber(info["events_endpoint"], info["replay_endpoint"]) for _ in range(count)]
             try:
