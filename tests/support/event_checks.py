@@ -197,10 +197,16 @@ class CheckedEvents:
         self.stream_sink.on_priority(group, keys, old, new)
         self.buffered_sink.on_priority(group, keys, old, new)
 
-    def step(self) -> None:
-        """A step of the cache is over: read what it told."""
-        self.stream.apply(self.stream_sink.take())
+    def step(self) -> list[KvEvent]:
+        """A step of the cache is over: read what it told.
+
+        Returns:
+            The streamed events of the step.
+        """
+        events = self.stream_sink.take()
+        self.stream.apply(events)
         self.buffered.apply(self.buffered_sink.take())
+        return events
 
     def finish(self) -> None:
         """The cache is closed: everything must have been removed."""

@@ -46,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
 def describe(event: KvEvent) -> str:
     """One event in one line."""
     match event:
+        case BlockStored() if not event.token_ids:
+            return f"moved    {len(event.block_hashes)} blocks to {event.medium}: {_hashes(event.block_hashes)}"
         case BlockStored():
             parent = "root" if event.parent_block_hash is None else _hash(event.parent_block_hash)
             extra = f" lora {event.lora_id}" if event.lora_id is not None else ""

@@ -13,6 +13,7 @@ from kvmesh.cli.errors import UserError
 from kvmesh.cli.flags import add_settings_flags, load_from_flags
 from kvmesh.cli.parent import end_with_parent
 from kvmesh.config import ConfigError, CoordinatorSettings, IndexerSettings, RouterSettings, WorkerSettings
+from kvmesh.config.errors import sentence_of
 from kvmesh.models.errors import ModelError
 
 __all__ = ["add_arguments", "run"]
@@ -61,7 +62,9 @@ def _sentence(error: Exception, port: int) -> str | None:
     """What a person should do about an error that stopped a service from starting; None for our own mistakes."""
     if isinstance(error, ExceptionGroup):
         return next((text for part in error.exceptions if (text := _sentence(part, port))), None)
-    if isinstance(error, ConfigError | ModelError):
+    if isinstance(error, ConfigError):
+        return sentence_of(error)
+    if isinstance(error, ModelError):
         return str(error)
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return f"port {port} is taken; choose another with --port (0: any free one)"

@@ -8,6 +8,8 @@ import secrets
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +26,25 @@ from kvmesh.cli.plan import Machine, MeshPlan, plan_mesh
 from kvmesh.cli.ports import PortPicker
 from kvmesh.cli.rundir import RunDir, RunDirBusyError, is_running
 from kvmesh.cli.supervisor import StartFailedError
-from kvmesh.config import ConfigError, MeshSettings, load_settings
+from kvmesh.config import ConfigError, MeshSettings, WorkerSettings, load_settings
+from kvmesh.config.errors import sentence_of
+from kvmesh.config.mesh_plan import plan_mesh as plan_settings
 from kvmesh.config.sources import merged
+from kvmesh.config.startup import refuse_unsupported
 from kvmesh.models.errors import ModelError
 from kvmesh.models.progress import download_bar
 from kvmesh.models.store import resolve_model
 from kvmesh.net.client import PeerUnreachableError
 from kvmesh.net.groups import leaves
 from kvmesh.protocol.errors import ApiError
+from kvmesh.worker.preflight import check_model, check_settings
 
 __all__ = ["add_arguments", "run"]
 
 FAILED = 1
 DETACH_POLL_S = 0.1
+
+_SECTIONS = {"context": "context", "generation": "generation", "both": "aggregated"}
 
 PLANS = 3
 """How often ports are chosen anew because a chosen one was lost to another program before it was used."""
@@ -65,11 +73,15 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=False)
     run_dir = RunDir.from_environment()
     mesh = _settings(args)
+    workers = _checked(mesh)
     _refuse_second(run_dir)
     run_dir.prepare()
     try:
         with download_bar(f"fetching {mesh.model}", console) as progress:
-            resolve_model(mesh.model, progress=progress)
+            source = resolve_model(mesh.model, progress=progress)
+        for section, worker in workers.items():
+            with _named(section):
+                check_model(worker, source)
     except ModelError as error:
         raise UserError(str(error)) from error
     if args.detach:
@@ -100,6 +112,34 @@ def _settings(args: argparse.Namespace) -> MeshSettings:
         return load_settings(MeshSettings, args.config, overrides=merged(parse_assignments(args.set), overrides))
     except ConfigError as error:
         raise UserError(str(error)) from error
+
+
+def _checked(mesh: MeshSettings) -> dict[str, WorkerSettings]:
+    """The worker of each section that is used, as it will be told; all settings are looked at before anything starts.
+
+    Raises:
+        UserError: something in them cannot work.
+    """
+    try:
+        refuse_unsupported(mesh)
+    except ConfigError as error:
+        raise UserError(sentence_of(error)) from error
+    # Neither the secret nor the cores matter to what is checked.
+    workers = plan_settings(mesh, cluster_secret="to be made", cpu_count=1).workers  # noqa: S106
+    sections = {_SECTIONS[worker.role]: worker for worker in workers}
+    for section, worker in sections.items():
+        with _named(section):
+            check_settings(worker)
+    return sections
+
+
+@contextmanager
+def _named(section: str) -> Iterator[None]:
+    """Say which section of the mesh's settings an error is about."""
+    try:
+        yield
+    except ConfigError as error:
+        raise UserError(f"section {section}: {sentence_of(error)}") from error
 
 
 def _machine() -> Machine:

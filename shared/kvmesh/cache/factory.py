@@ -42,7 +42,7 @@ def create_manager(
     max_seq_len: int,
     max_batch_size: int,
     max_num_tokens: int,
-) -> tuple[CacheManager, LevelPlan]:
+) -> CacheManager:
     """Size the cache, allocate its tiers and make its manager.
 
     Args:
@@ -54,9 +54,6 @@ def create_manager(
         max_seq_len: longest request in tokens.
         max_batch_size: requests of a step.
         max_num_tokens: tokens of a step.
-
-    Returns:
-        The manager, and the plan that it was made from.
 
     Raises:
         SizingError: the limits leave no room.
@@ -80,10 +77,7 @@ def create_manager(
     if config.use_kv_cache_manager_v2 is False:
         settings = V1Settings.from_config(config)
         storage = Storage(layout, plan.num_pages, plan.tiers, device)
-        return (
-            V1CacheManager(layout, storage, plan.num_pages, plan.tiers, settings, event_sink=event_sink, clock=clock),
-            plan,
-        )
+        return V1CacheManager(layout, storage, plan.num_pages, plan.tiers, settings, event_sink=event_sink, clock=clock)
     rebalance = config.enable_kv_pool_rebalance and len(layout.pools) > 1
     reserve = device_reserve_pages(plan, layout, plan.device_bytes) if rebalance else None
     storage = Storage(
@@ -94,7 +88,7 @@ def create_manager(
         disk_path=None if config.disk_cache_path is None else Path(config.disk_cache_path),
         device_reserve=reserve,
     )
-    manager = KvCacheManager(
+    return KvCacheManager(
         layout,
         storage,
         plan.num_pages,
@@ -111,7 +105,6 @@ def create_manager(
         if rebalance
         else None,
     )
-    return manager, plan
 
 
 def _most_pages(plan: LevelPlan, layout: PageLayout) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-__all__ = ["ConfigError", "ConfigWarning", "NotSupportedYetError", "warn_config"]
+__all__ = ["ConfigError", "ConfigWarning", "NotSupportedYetError", "sentence_of", "warn_config"]
 
 
 class ConfigError(ValueError):
@@ -13,6 +13,13 @@ class ConfigError(ValueError):
 
 class NotSupportedYetError(ConfigError):
     """Valid configuration that asks for behaviour which this version does not have."""
+
+
+def sentence_of(error: ConfigError) -> str:
+    """The message, and what to do where the message alone does not say it."""
+    if isinstance(error, NotSupportedYetError):
+        return f"{error}. Leave these at their defaults; docs/configuration.md has the state of each field"
+    return str(error)
 
 
 class ConfigWarning(UserWarning):

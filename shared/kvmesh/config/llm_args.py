@@ -67,9 +67,8 @@ FOREIGN_KEYS = TRANSLATED | WITHOUT_EFFECT | NEUTRAL_ONLY.keys()
 
 _SCHEDULER_POLICIES = {"GUARANTEED_NO_EVICT": "guaranteed_no_evict", "MAX_UTILIZATION": "max_utilization"}
 _SCHEDULER_WITHOUT_EFFECT = frozenset(
-    {"context_chunking_policy", "dynamic_batch_config", "enable_prefix_aware_scheduling", "use_python_scheduler",
-     "waiting_queue_policy"}
-)  # fmt: skip
+    {"context_chunking_policy", "dynamic_batch_config", "use_python_scheduler", "waiting_queue_policy"}
+)
 
 
 class LlmArgs(NamedTuple):
@@ -127,7 +126,7 @@ def _take_scheduler(layer: dict[str, Any], scheduler: Any, source: str) -> set[s
     """Translate ``scheduler_config``; returns the keys in it that have no effect here."""
     if not isinstance(scheduler, Mapping):
         raise ConfigError(f"{source}: scheduler_config must be a mapping")
-    known = {"capacity_scheduler_policy", *_SCHEDULER_WITHOUT_EFFECT}
+    known = {"capacity_scheduler_policy", "enable_prefix_aware_scheduling", *_SCHEDULER_WITHOUT_EFFECT}
     unknown = [unknown_key_message(str(key), known) for key in scheduler if key not in known]
     if unknown:
         raise ConfigError(f"{source}: scheduler_config: {'; '.join(unknown)}")
@@ -139,4 +138,6 @@ def _take_scheduler(layer: dict[str, Any], scheduler: Any, source: str) -> set[s
                 f"use {' or '.join(_SCHEDULER_POLICIES)}"
             )
         layer.setdefault("scheduler_policy", _SCHEDULER_POLICIES[policy])
+    if scheduler.get("enable_prefix_aware_scheduling") is not None:
+        layer.setdefault("enable_prefix_aware_scheduling", scheduler["enable_prefix_aware_scheduling"])
     return {f"scheduler_config.{key}" for key in scheduler if key in _SCHEDULER_WITHOUT_EFFECT}

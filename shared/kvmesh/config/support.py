@@ -67,7 +67,7 @@ DEFAULT_ONLY: Mapping[type[BaseModel], frozenset[str]] = {
             "cold_tier_offload_min_priority",
             "mixed_precision_first_n", "mixed_precision_last_n", "mamba_ssm_cache_dtype",
             "mamba_ssm_stochastic_rounding", "mamba_ssm_philox_rounds", "enable_swa_scratch_reuse",
-            "enable_kv_pool_rebalance", "disk_prefetch_num_reqs", "fp8_context_mla_kv_len_cap", "pool_ratio",
+            "enable_kv_pool_rebalance", "disk_prefetch_num_reqs", "pool_ratio",
             "avg_seq_len", "cross_kv_cache_fraction",
         }
     ),

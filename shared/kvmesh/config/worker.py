@@ -69,6 +69,9 @@ class WorkerSettings(TracedSettings):
     scheduler_policy: Literal["guaranteed_no_evict", "max_utilization"] = "max_utilization"
     """``max_utilization`` admits more and pauses requests when pages run out; ``guaranteed_no_evict`` reserves room for
     the longest possible answer at admission."""
+    enable_prefix_aware_scheduling: bool = True
+    """Whether a prompt waits for another one that is computing the same beginning, and cached tokens cost nothing of a
+    step's ``max_num_tokens``. Without block reuse it has no effect."""
     transfer_plane: Literal["auto", "memfd", "tcp"] = "auto"
     """Way of the built-in data plane: shared memory on one host, TCP otherwise; ``auto`` picks per peer."""
     transfer_checksums: bool = True

@@ -18,16 +18,21 @@ from kvmesh.config import ConfigError, WorkerSettings
 from kvmesh.config.startup import refuse_impossible, refuse_unsupported, settings_without_effect
 from kvmesh.config.worker import DEFAULT_CPU_MEMORY_BYTES
 from kvmesh.engine.channel import MessageChannel
+from kvmesh.engine.context_cap import context_kv_cap, has_context_workspace
 from kvmesh.engine.executor import Executor
 from kvmesh.engine.intake import Intake, IntakeLimits
 from kvmesh.engine.loop import EngineLoop
 from kvmesh.engine.outbox import Outbox
 from kvmesh.engine.pages import SequencePages
+from kvmesh.engine.plan import SchedulerLimits
 from kvmesh.engine.report import EngineReporter
+from kvmesh.engine.reservation import PeakPages, longest_fitting
 from kvmesh.engine.runner import BatchRunner
 from kvmesh.engine.sampler import Sampler
-from kvmesh.engine.scheduler import Scheduler, SchedulerLimits
+from kvmesh.engine.scheduler import Scheduler
+from kvmesh.engine.starvation import StarvationWatch
 from kvmesh.engine.transfers import TransferDesk
+from kvmesh.engine.upkeep import CacheUpkeep
 from kvmesh.engine.waiting import LoopWaiter
 from kvmesh.events.endpoints import EndpointError
 from kvmesh.events.factory import EventOrigin, create_event_source
@@ -162,7 +167,7 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
         ),
         clock,
     )
-    manager, plan = create_manager(
+    manager = create_manager(
         cache_config,
         layout,
         memory,
@@ -187,25 +192,20 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
     )
     events.start()
 
-    limits = _limits(settings, model, plan.longest_request_tokens, transfers=transceiver is not None)
+    limits = _limits(settings, model, manager, transfers=transceiver is not None)
     sampler = Sampler(model.config.eos_token_ids)
     pages = SequencePages(manager)
+    scheduler = Scheduler(_scheduler_limits(settings, model, layout), pages)
     addresses = [pool.address for pool in manager.pools]
     uses_scratch = settings.kv_cache_config.enable_swa_scratch_reuse
     scratch_groups = [group.group_id for group in layout.groups if uses_scratch and group.window is not None]
     desk = None if transceiver is None else TransferDesk(transceiver, settings.cache_transceiver_config, waiter, clock)
     executor = Executor(
         intake=Intake(limits, sampler, clock),
-        scheduler=Scheduler(
-            SchedulerLimits(
-                settings.max_batch_size,
-                settings.max_num_tokens,
-                settings.enable_chunked_prefill,
-                settings.scheduler_policy,
-            ),
-            pages,
-        ),
+        scheduler=scheduler,
         pages=pages,
+        upkeep=CacheUpkeep(manager, scheduler, _rebalance_interval(settings)),
+        starvation=StarvationWatch(manager, scheduler),
         runner=BatchRunner(
             model,
             KvPools.build(layout, addresses),
@@ -325,11 +325,41 @@ def _transceiver(
     )
 
 
-def _limits(settings: WorkerSettings, model: CausalLM, longest_request_tokens: int, *, transfers: bool) -> IntakeLimits:
+def _scheduler_limits(settings: WorkerSettings, model: CausalLM, layout: PageLayout) -> SchedulerLimits:
+    cache = settings.kv_cache_config
+    cap = cache.fp8_context_mla_kv_len_cap
+    has_workspace = has_context_workspace(layout)
+    if cap is not None and not has_workspace:
+        _log.warning("setting has no effect here", setting=f"kv_cache_config.fp8_context_mla_kv_len_cap={cap}")
+    effective_cap = context_kv_cap(
+        cap,
+        max_batch_size=settings.max_batch_size,
+        max_num_tokens=settings.max_num_tokens,
+        max_seq_len=model.max_seq_len,
+    )
+    return SchedulerLimits(
+        max_batch_size=settings.max_batch_size,
+        max_num_tokens=settings.max_num_tokens,
+        chunked_prefill=settings.enable_chunked_prefill,
+        policy=settings.scheduler_policy,
+        # Without reuse nobody finds what another one computes.
+        prefix_aware=settings.enable_prefix_aware_scheduling and cache.enable_block_reuse,
+        context_kv_cap_tokens=effective_cap if has_workspace else None,
+        disk_prefetch_num_reqs=cache.disk_prefetch_num_reqs if cache.enable_block_reuse else 0,
+    )
+
+
+def _rebalance_interval(settings: WorkerSettings) -> int | None:
+    cache = settings.kv_cache_config
+    return cache.kv_pool_rebalance_config.check_interval if cache.enable_kv_pool_rebalance else None
+
+
+def _limits(settings: WorkerSettings, model: CausalLM, cache: CacheManager, *, transfers: bool) -> IntakeLimits:
+    peak = PeakPages(cache.pages_needed, cache.layout.tokens_per_block, settings.max_num_tokens)
     return IntakeLimits(
         vocab_size=model.config.vocab_size,
         max_seq_len=model.max_seq_len,
-        max_cached_tokens=longest_request_tokens,
+        max_cached_tokens=longest_fitting(peak.of_context, cache.reservable_pages(), model.max_seq_len),
         max_num_tokens=settings.max_num_tokens,
         chunked_prefill=settings.enable_chunked_prefill,
         max_queue=settings.max_queue,

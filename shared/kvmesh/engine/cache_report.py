@@ -5,14 +5,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from operator import attrgetter
 from typing import NamedTuple
 
 from kvmesh.cache.stats import CacheCounters, LevelStats
 from kvmesh.protocol.cache_report import PIN_AGE_BOUNDS_S, GroupReport, TierReport
 
-__all__ = ["Pin", "counters_of", "pages_by_age", "tiers_of"]
+__all__ = ["COUNTER_NAMES", "Pin", "counter_values", "counters_of", "pages_by_age", "tiers_of"]
 
-_COUNTERS = tuple(field.name for field in fields(CacheCounters))
+COUNTER_NAMES = tuple(field.name for field in fields(CacheCounters))
+
+counter_values = attrgetter(*COUNTER_NAMES)
+"""The counters in the order of :data:`COUNTER_NAMES`."""
 
 
 class Pin(NamedTuple):
@@ -25,7 +29,7 @@ class Pin(NamedTuple):
 
 def counters_of(counters: CacheCounters) -> dict[str, int]:
     """All counters by name."""
-    return {name: getattr(counters, name) for name in _COUNTERS}
+    return dict(zip(COUNTER_NAMES, counter_values(counters), strict=True))
 
 
 def tiers_of(levels: Iterable[LevelStats]) -> tuple[TierReport, ...]:

@@ -11,17 +11,28 @@ import torch
 
 from kvmesh.engine.counters import EngineCounters
 from kvmesh.engine.deadlines import Deadlines
+from kvmesh.engine.failures import (
+    broken_logits,
+    deadline_exceeded,
+    duplicate_request_id,
+    duplicate_transfer_id,
+    internal_error,
+    sampling_failed,
+)
 from kvmesh.engine.intake import Intake
 from kvmesh.engine.outbox import Outbox
 from kvmesh.engine.pages import SequencePages
+from kvmesh.engine.plan import Chunk, StepPlan
 from kvmesh.engine.sampler import NO_CHOICE, Sampled, Sampler
-from kvmesh.engine.scheduler import Chunk, Scheduler, StepPlan
+from kvmesh.engine.scheduler import Scheduler
 from kvmesh.engine.sequence import Phase, Sequence
+from kvmesh.engine.starvation import StarvationWatch
 from kvmesh.engine.transfers import TransferDesk
+from kvmesh.engine.upkeep import CacheUpkeep
 from kvmesh.net.clock import Clock
 from kvmesh.net.faults import FaultInjectedError, fault_point
 from kvmesh.protocol.engine import FinishReason, Generate
-from kvmesh.protocol.errors import ApiError, bad_request
+from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.sampling import TokenLogprob
 from kvmesh.telemetry import get_logger
 
@@ -53,6 +64,8 @@ class Executor:
         intake: admits requests.
         scheduler: plans steps.
         pages: the scheduler's pages.
+        upkeep: what the cache needs between steps.
+        starvation: notices when nothing can go on for want of pages.
         runner: computes chunks.
         sampler: chooses tokens.
         outbox: where outputs go.
@@ -66,6 +79,8 @@ class Executor:
         intake: Intake,
         scheduler: Scheduler,
         pages: SequencePages,
+        upkeep: CacheUpkeep,
+        starvation: StarvationWatch,
         runner: ModelRunner,
         sampler: Sampler,
         outbox: Outbox,
@@ -75,6 +90,8 @@ class Executor:
         self._intake = intake
         self._scheduler = scheduler
         self._pages = pages
+        self._upkeep = upkeep
+        self._starvation = starvation
         self._runner = runner
         self._sampler = sampler
         self._outbox = outbox
@@ -91,8 +108,13 @@ class Executor:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for their first step or to be resumed."""
+        """Sequences that wait for their first step or to go on, :attr:`num_suspended` included."""
         return len(self._scheduler.waiting)
+
+    @property
+    def num_suspended(self) -> int:
+        """Sequences that wait with their cache kept."""
+        return sum(seq.phase is Phase.SUSPENDED for seq in self._scheduler.waiting)
 
     @property
     def num_receiving(self) -> int:
@@ -103,11 +125,9 @@ class Executor:
         """Take a request; whatever is wrong with it is answered, to its own client only."""
         try:
             if request.request_id in self._live:
-                raise bad_request(f"Request id {request.request_id!r} is already running.", code="duplicate_request_id")
+                raise duplicate_request_id(request.request_id)
             if self._desk is not None and request.kind != "aggregated" and self._desk.knows(request.transfer_id):
-                raise bad_request(
-                    f"Disaggregated request id {request.transfer_id} is already in use.", code="duplicate_transfer_id"
-                )
+                raise duplicate_transfer_id(request.transfer_id)
             seq = self._intake.admit(request, self.num_waiting)
         except ApiError as error:
             self._outbox.fail(request.request_id, error)
@@ -143,14 +163,16 @@ class Executor:
         self._settle_transfers()
         self._outbox.flush()  # What a context server has sampled does not wait for the next token.
         self._expire()
+        self._upkeep.before_step(self.counters.iteration, self._clock.monotonic_s())
         plan = self._scheduler.schedule()
         self._note(plan)
         for seq in plan.receiving:
             self._start_receiving(seq)
         if plan.chunks:
             self._compute(plan.chunks)
+        self._fail_starved(plan)
         self._outbox.flush()
-        return StepOutcome(bool(plan.chunks), plan.blocked)
+        return StepOutcome(bool(plan.chunks), bool(plan.refused))
 
     def next_deadline_in_s(self) -> float | None:
         """Seconds until the next request deadline, None when no live sequence has one."""
@@ -186,18 +208,17 @@ class Executor:
     def _expire(self) -> None:
         for request_id in self._deadlines.take_passed(self._clock.monotonic_s()):
             seq = self._live[request_id]
-            self._fail(
-                seq,
-                ApiError(
-                    504,
-                    f"The request was not finished by its deadline (it was {seq.phase.value}).",
-                    type="timeout_error",
-                    code="deadline_exceeded",
-                ),
-            )
+            self._fail(seq, deadline_exceeded(seq))
+
+    def _fail_starved(self, plan: StepPlan) -> None:
+        in_transfer = self._desk is not None and self._desk.is_tracking
+        for seq, error in self._starvation.check(plan, in_transfer=in_transfer):
+            self.counters.starved += 1
+            _log.error("request starved", request=seq.request_id, message=error.message)
+            self._fail(seq, error)
 
     def _note(self, plan: StepPlan) -> None:
-        self.counters.preemptions += len(plan.preempted)
+        self.counters.note(plan)
         for seq in plan.admitted:
             if seq.num_cached is None:
                 seq.num_cached = min(seq.num_computed, seq.history.prompt_length)
@@ -230,7 +251,7 @@ class Executor:
             return
         for chunk in chunks:
             if len(chunks) == 1 or not self._try([chunk]):
-                self._fail(chunk.seq, _internal_error("The model failed on this request."))
+                self._fail(chunk.seq, internal_error("The model failed on this request."))
 
     def _try(self, chunks: list[Chunk]) -> bool:
         """Compute chunks and take what was sampled; False, and nothing is changed, when that raised."""
@@ -253,7 +274,7 @@ class Executor:
 
     def _take_token(self, seq: Sequence, choice: Sampled) -> None:
         if choice.token_id < 0:
-            self._fail(seq, _sampling_failed() if choice.token_id == NO_CHOICE else _broken_logits())
+            self._fail(seq, sampling_failed() if choice.token_id == NO_CHOICE else broken_logits())
             return
         if not seq.timings.first_token_ns:
             seq.timings.first_token_ns = self._clock.unix_ns()
@@ -287,7 +308,7 @@ class Executor:
                 self._fail(seq, error)
                 return
             except FaultInjectedError as error:
-                self._fail(seq, _internal_error(f"The KV cache was not offered: {error}."))
+                self._fail(seq, internal_error(f"The KV cache was not offered: {error}."))
                 return
         seq.timings.finished_ns = self._clock.unix_ns()
         self._outbox.tokens(seq, token_ids, logprobs, finish=reason, handoff=handoff)
@@ -313,18 +334,3 @@ class Executor:
         seq.phase = Phase.FINISHED
         self._deadlines.drop(seq.request_id)
         del self._live[seq.request_id]
-
-
-def _broken_logits() -> ApiError:
-    return _internal_error("The model gave no usable probabilities for this request.")
-
-
-def _sampling_failed() -> ApiError:
-    return bad_request(
-        "The request's sampling parameters leave no token to choose; loosen its penalties, biases or stop ids.",
-        code="sampling_failed",
-    )
-
-
-def _internal_error(message: str) -> ApiError:
-    return ApiError(500, message, type="internal_error", code="model_error")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from operator import sub
+
 from kvmesh.cache.stats import CacheStats
-from kvmesh.engine.cache_report import counters_of
+from kvmesh.engine.cache_report import COUNTER_NAMES, counter_values
 from kvmesh.engine.counters import EngineCounters
 from kvmesh.net.clock import Clock
 from kvmesh.protocol.cache_report import IterationRecord, PoolPeaks
@@ -26,8 +28,8 @@ class IterationLog:
         """Since the last record."""
         self._prompt_tokens = 0
         self._generated_tokens = 0
-        self._before: dict[str, int] = {}
-        """Counters at the last record; none before the first."""
+        self._before: tuple[int, ...] = (0,) * len(COUNTER_NAMES)
+        """Counters at the last record."""
         self._peaks: list[PoolPeaks] = []
         self._records: list[IterationRecord] = []
 
@@ -56,8 +58,9 @@ class IterationLog:
             peaks.evictable = max(peaks.evictable, pool.evictable)
 
     def _record(self, cache: CacheStats, engine: EngineCounters, running: int, waiting: int) -> IterationRecord:
-        now = counters_of(cache.counters)
-        growth = {name: grown for name, value in now.items() if (grown := value - self._before.get(name, 0))}
+        now = counter_values(cache.counters)
+        grown = map(sub, now, self._before)
+        growth = {name: by for name, by in zip(COUNTER_NAMES, grown, strict=True) if by}
         reused = growth.get("reused_full_blocks", 0) + growth.get("reused_partial_blocks", 0)
         missed = growth.get("missed_blocks", 0)
         record = IterationRecord(

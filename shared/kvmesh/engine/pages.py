@@ -1,22 +1,23 @@
-"""The engine's view of the KV cache: opens, grows, commits and closes the caches of sequences.
+"""The engine's view of the KV cache: opens, grows, suspends, commits and closes the caches of sequences.
 
 Computed tokens are committed for reuse whenever a block is full, and the trailing partial block when the sequence ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from kvmesh.cache.base import CacheManager
-from kvmesh.cache.pages import PageCounts
+from kvmesh.cache.windows import first_live_block
 from kvmesh.engine.sequence import Sequence
 from kvmesh.engine.tokens import TokenArray
 
-__all__ = ["SequencePages"]
+__all__ = ["MAX_REOPENINGS", "SequencePages"]
+
+MAX_REOPENINGS = 4
+"""Caches that are created for one sequence in one go, each without a damaged block that the one before has found."""
 
 
 class SequencePages:
-    """Implements :class:`kvmesh.engine.scheduler.Pages` over a :class:`KvCacheManager`.
+    """Implements :class:`kvmesh.engine.paging.Pages` over a cache manager.
 
     Args:
         manager: the cache of this engine.
@@ -26,39 +27,95 @@ class SequencePages:
         self._manager = manager
         self._layout = manager.layout
         self.tokens_per_block = manager.layout.tokens_per_block
+        self.pages_needed = manager.pages_needed
+        self.reservable_pages = manager.reservable_pages
+        self.available_pages = manager.available_pages
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """See :class:`~kvmesh.engine.scheduler.Pages`."""
-        return self._layout.num_blocks(num_tokens)
+    @property
+    def can_suspend(self) -> bool:
+        """See :class:`~kvmesh.engine.paging.Pages`."""
+        return self._manager.can_suspend
 
-    def reservable_blocks(self) -> int:
-        """See :class:`~kvmesh.engine.scheduler.Pages`."""
-        return self._smallest(lambda counts: counts.total - counts.pinned - counts.quarantined)
+    @property
+    def has_leases(self) -> bool:
+        """See :class:`~kvmesh.engine.paging.Pages`."""
+        return self._manager.stats().open_leases > 0
 
-    def available_blocks(self) -> int:
-        """See :class:`~kvmesh.engine.scheduler.Pages`."""
-        return self._smallest(lambda counts: counts.free + counts.evictable)
+    def owned_pages(self, seq: Sequence) -> list[int]:
+        """See :class:`~kvmesh.engine.paging.Pages`."""
+        cache = seq.cache
+        if cache is None or not cache.capacity:
+            return [0] * len(self._layout.pools)
+        return self._manager.pages_needed(history=cache.history, capacity=cache.capacity)
+
+    def block_keys(self, seq: Sequence) -> list[bytes]:
+        """See :class:`~kvmesh.engine.paging.Pages`."""
+        if len(seq.block_keys) < seq.history.length // self.tokens_per_block:
+            seq.block_keys = self._manager.block_keys(seq.scope, seq.history.all())
+        return seq.block_keys
 
     def matched(self, seq: Sequence) -> int:
-        """See :class:`~kvmesh.engine.scheduler.Pages`."""
-        return self._manager.match(seq.scope, seq.history.all()).num_tokens
+        """See :class:`~kvmesh.engine.paging.Pages`."""
+        return self._manager.match(seq.scope, seq.history.all(), block_keys=self.block_keys(seq)).num_tokens
+
+    def prefetch(self, seq: Sequence) -> None:
+        """See :class:`~kvmesh.engine.paging.Pages`."""
+        self._manager.prefetch(seq.scope, seq.history.all(), block_keys=self.block_keys(seq))
 
     def open(self, seq: Sequence, *, match: bool = True) -> bool:
-        """See :class:`~kvmesh.engine.scheduler.Pages`."""
-        cache = self._manager.create(
-            seq.scope, self._offered(seq) if match else seq.history.slice(0, 1), seq.request_id
-        )
-        if not cache.resume():
+        """See :class:`~kvmesh.engine.paging.Pages`."""
+        for _ in range(MAX_REOPENINGS):
+            tokens = self._offered(seq) if match else seq.history.all()
+            cache = self._manager.create(
+                seq.scope,
+                tokens,
+                seq.request_id,
+                block_keys=self.block_keys(seq)[: len(tokens) // self.tokens_per_block],
+                retention=seq.retention,
+                conversation_id=seq.conversation_id,
+                reuse=match,
+            )
+            if cache.resume():
+                seq.cache = cache
+                seq.num_computed = cache.num_cached_tokens
+                return True
+            lost = cache.lost
             cache.close()
-            return False
-        seq.cache = cache
-        seq.num_computed = cache.num_cached_tokens
-        return True
+            if not lost:
+                return False
+        return False
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
-        """See :class:`~kvmesh.engine.scheduler.Pages`."""
+        """See :class:`~kvmesh.engine.paging.Pages`.
+
+        The pages of a prompt that a peer computes are those that its next token attends to: its windowed groups get
+        none for what the window has passed.
+        """
         assert seq.cache is not None
-        return num_tokens <= seq.cache.capacity or seq.cache.resize(self._rounded(num_tokens), seq.num_computed)
+        if num_tokens <= seq.cache.capacity:
+            return True
+        history = seq.history.prompt_length if seq.awaits_transfer else seq.num_computed
+        return seq.cache.resize(self._layout.num_blocks(num_tokens) * self.tokens_per_block, history)
+
+    def suspend(self, seq: Sequence) -> None:
+        """See :class:`~kvmesh.engine.paging.Pages`."""
+        assert seq.cache is not None
+        self._commit(seq)
+        seq.cache.suspend()
+
+    def resume(self, seq: Sequence) -> bool:
+        """See :class:`~kvmesh.engine.paging.Pages`."""
+        assert seq.cache is not None
+        return seq.cache.resume()
+
+    def is_lost(self, seq: Sequence) -> bool:
+        """See :class:`~kvmesh.engine.paging.Pages`."""
+        return seq.cache is not None and seq.cache.lost
+
+    def chunk_end(self, seq: Sequence, end: int) -> int:
+        """See :class:`~kvmesh.engine.paging.Pages`."""
+        assert seq.cache is not None
+        return seq.cache.chunk_end(seq.num_computed, end)
 
     def advance(self, seq: Sequence, num_tokens: int) -> None:
         """``num_tokens`` more tokens have their KV in the cache; full blocks become reusable."""
@@ -70,11 +127,16 @@ class SequencePages:
     def first_missing_blocks(self, seq: Sequence) -> list[int]:
         """Per layer group, the first block of the prompt that is not fully held here and must come from a peer.
 
-        A block whose first tokens only were found here is asked for whole.
+        A block whose first tokens only were found here is asked for whole; one that the group's window has passed is
+        not asked for.
         """
         prompt = seq.history.prompt_length
-        held = self.blocks_for(prompt) if seq.num_computed >= prompt else seq.num_computed // self.tokens_per_block
-        return [held] * len(self._layout.groups)
+        all_blocks = self._layout.num_blocks(prompt)
+        held = all_blocks if seq.num_computed >= prompt else seq.num_computed // self.tokens_per_block
+        return [
+            min(all_blocks, max(held, first_live_block(prompt, self.tokens_per_block, group.window)))
+            for group in self._layout.groups
+        ]
 
     def receive(self, seq: Sequence) -> None:
         """The whole prompt's KV has arrived in the sequence's pages; they become reusable."""
@@ -82,7 +144,7 @@ class SequencePages:
         self._commit(seq)
 
     def release(self, seq: Sequence) -> None:
-        """See :class:`~kvmesh.engine.scheduler.Pages`."""
+        """See :class:`~kvmesh.engine.paging.Pages`."""
         self._commit(seq)
         self.discard(seq)
 
@@ -98,21 +160,15 @@ class SequencePages:
         tokens = seq.history.all()
         if not seq.awaits_transfer:
             return tokens
-        found = self._manager.match(seq.scope, tokens)
+        found = self._manager.match(seq.scope, tokens, block_keys=self.block_keys(seq))
         if found.num_tokens >= seq.history.prompt_length:
             return tokens
         # Only whole blocks: a copied part of a block would be in the way of the peer that sends the block whole, and
         # must not become reusable if that goes wrong.
         return tokens[: found.num_full_blocks * self.tokens_per_block + 1]
 
-    def _smallest(self, pages_of: Callable[[PageCounts], int]) -> int:
-        """Blocks that the scarcest pool has ``pages_of`` for."""
-        pools = zip(self._manager.stats().pools, self._layout.pools, strict=True)
-        return min(pages_of(counts) // len(pool.groups) for counts, pool in pools)
-
     def _commit(self, seq: Sequence) -> None:
+        # A suspended cache takes no commits, and needs none: everything was committed before.
         assert seq.cache is not None
-        seq.cache.commit(seq.history.slice(seq.cache.committed, seq.num_computed))
-
-    def _rounded(self, num_tokens: int) -> int:
-        return self.blocks_for(num_tokens) * self.tokens_per_block
+        if seq.num_computed > seq.cache.committed:
+            seq.cache.commit(seq.history.slice(seq.cache.committed, seq.num_computed))

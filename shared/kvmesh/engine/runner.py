@@ -12,7 +12,7 @@ import torch
 
 from kvmesh.cache.base import Scratch, SequenceCache
 from kvmesh.engine.scheduler import Chunk
-from kvmesh.engine.tables import TokenPlaces, group_tables, split_tables
+from kvmesh.engine.tables import StepPlaces, group_tables, split_tables, with_scratch
 from kvmesh.models.base import CausalLM, ForwardBatch, GroupTables, KvPools
 
 __all__ = ["BatchRunner"]
@@ -68,13 +68,17 @@ class BatchRunner:
 
         Returns:
             float32 ``[R, vocab]`` logits of the chunks that are sampled, in order; valid until the next call.
+
+        Raises:
+            NoPageError: a block that is to be written to or read has no page.
         """
         tokens, wanted = self._pack(chunks)
-        places = TokenPlaces(
+        places = StepPlaces(
             self._rows[:tokens],
             self._positions[:tokens],
+            self._query_start[: len(chunks) + 1],
+            self._context_lens[: len(chunks)],
             self._tokens_per_block,
-            -(-int(self._context_lens[: len(chunks)].max(initial=0)) // self._tokens_per_block),
         )
         scratch = {} if self._split_pools is None else self._scratch(chunks, self._split_pools.split)
         pools = self._split_pools if scratch and self._split_pools is not None else self._pools
@@ -84,10 +88,12 @@ class BatchRunner:
             for row, chunk in enumerate(chunks):
                 assert chunk.seq.cache is not None
                 chunk.seq.cache.block_table_into(group, table[row])
+            shared = scratch.get(group, ())
+            places.require_pages(group, with_scratch(table, shared) if shared else table, pools.windows[group])
             if num_layers := pools.split[group]:
-                groups += split_tables(group, table, num_layers, scratch.get(group, ()), places, self._device)
+                groups += split_tables(table, num_layers, shared, places, self._device)
             else:
-                groups.append(group_tables(group, table, slots[:tokens], places, self._device))
+                groups.append(group_tables(table, slots[:tokens], places, self._device))
         batch = ForwardBatch(
             token_ids=self._tensor(self._token_ids[:tokens]),
             positions=self._tensor(self._positions[:tokens]),

@@ -25,6 +25,8 @@ class Phase(enum.Enum):
 
     WAITING = "waiting"
     """Queued: holds no pages (CONTEXT_INIT, GENERATION_INIT)."""
+    SUSPENDED = "suspended"
+    """Queued, with its cache: the pages are kept, and may lie in a colder tier."""
     RECEIVING = "receiving"
     """Its prompt's pages are on their way from a context server (TRANS_IN_PROGRESS); cannot be preempted."""
     RUNNING = "running"
@@ -60,6 +62,10 @@ class Sequence:
     cache: SequenceCache | None = None
     num_computed: int = 0
     """Leading tokens whose KV is in the cache."""
+    block_keys: list[bytes] = field(default_factory=list)
+    """Keys of the full blocks of its leading tokens, as far as they were asked for: a prompt is hashed once."""
+    prefetched: bool = False
+    """Whether its pages in the slowest tier were asked for while it was queued."""
     num_cached: int | None = None
     """Prompt tokens found in the local cache when first scheduled; None before."""
     timings: RequestTimings = field(default_factory=RequestTimings)

@@ -106,13 +106,13 @@ class BufferedSink:
     def on_removed(self, group: int, keys: Sequence[bytes], level: int) -> None:  # noqa: ARG002 - of the protocol
         """See :class:`~kvmesh.cache.events.EventSink`. Blocks that were never told are passed over."""
         known = self._known[group]
-        keys = [key for key in keys if key in known]
+        keys = _those_in(known, keys)
         if not keys:
             return
         self._removed.setdefault(group, []).extend(self._names.of(keys))
         known.difference_update(keys)
         self.statistics.removed_blocks_total += len(keys)
-        self._names.forget([key for key in keys if not any(key in of_group for of_group in self._known)])
+        self._names.forget(set(keys).difference(*self._known))
 
     def on_moved(self, group: int, keys: Sequence[bytes], old_level: int, new_level: int) -> None:
         """See :class:`~kvmesh.cache.events.EventSink`. Blocks that were never told are passed over."""
@@ -134,8 +134,7 @@ class BufferedSink:
         return [self._stored(item) if isinstance(item, _Run) else item for item in pending]
 
     def _update(self, group: int, keys: Sequence[bytes], data: Callable[[EventHash], UpdatedData]) -> None:
-        known = self._known[group]
-        keys = [key for key in keys if key in known]
+        keys = _those_in(self._known[group], keys)
         if not keys:
             return
         self._flush_removed()
@@ -184,3 +183,7 @@ class BufferedSink:
         number = self.statistics.events_total
         self.statistics.events_total += 1
         return number
+
+
+def _those_in(known: set[bytes], keys: Sequence[bytes]) -> Sequence[bytes]:
+    return keys if known.issuperset(keys) else [key for key in keys if key in known]

@@ -5,7 +5,7 @@ The cache tells blocks by its own keys; a naming turns those into hashes of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal, Protocol
 
 from kvmesh.hashing import V1_ROOT, ReuseScope, TokenIds, v1_block_keys, wire_hash, wire_hashes
@@ -42,7 +42,7 @@ class BlockNames(Protocol):
         """Names of blocks that were named before and are not forgotten."""
         ...
 
-    def forget(self, keys: Sequence[bytes]) -> None:
+    def forget(self, keys: Collection[bytes]) -> None:
         """These blocks are gone."""
         ...
 
@@ -103,7 +103,7 @@ class KeyNames:
         """See :class:`BlockNames`."""
         return list(self._name(keys))
 
-    def forget(self, keys: Sequence[bytes]) -> None:
+    def forget(self, keys: Collection[bytes]) -> None:
         """See :class:`BlockNames`; there is nothing to forget."""
 
 
@@ -164,7 +164,7 @@ class V1ChainNames:
         """See :class:`BlockNames`."""
         return [self._names[key] for key in keys]
 
-    def forget(self, keys: Sequence[bytes]) -> None:
+    def forget(self, keys: Collection[bytes]) -> None:
         """See :class:`BlockNames`."""
         for key in keys:
             del self._names[key]

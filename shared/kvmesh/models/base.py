@@ -65,6 +65,8 @@ class KvPools(NamedTuple):
     """By layer index: which of :attr:`ForwardBatch.groups` addresses the layer's pages."""
     split: tuple[int, ...]
     """By layer group id: for how many layers it has a table each; 0: one table for all of them."""
+    windows: tuple[int | None, ...]
+    """By layer group id: how many latest tokens its pages are kept for; None: all."""
 
     @classmethod
     def build(cls, layout: PageLayout, pool_addresses: Sequence[int], split_groups: Collection[int] = ()) -> KvPools:
@@ -107,6 +109,7 @@ class KvPools(NamedTuple):
             tuple(view for view, _ in ordered),
             tuple(table for _, table in ordered),
             tuple(len(group.layers) if group.group_id in split_groups else 0 for group in layout.groups),
+            tuple(group.window for group in layout.groups),
         )
 
 

@@ -192,6 +192,9 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     iteration: int = 0
     running: int = 0
     waiting: int = 0
+    """In the queue, :attr:`suspended` included."""
+    suspended: int = 0
+    """In the queue with their cache kept."""
     in_transfer: int = 0
     pages_total: int = 0
     pages_free: int = 0
@@ -206,6 +209,14 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     prefilled_tokens_total: int = 0
     generated_tokens_total: int = 0
     preemptions_total: int = 0
+    """Times that a sequence gave way for want of pages: :attr:`suspensions_total` and :attr:`recomputations_total`."""
+    suspensions_total: int = 0
+    resumptions_total: int = 0
+    recomputations_total: int = 0
+    caches_lost_total: int = 0
+    """Suspended sequences that started anew because a page was damaged in a cold tier."""
+    starved_total: int = 0
+    """Requests that failed because nothing could go on for want of pages."""
     evicted_pages_total: int = 0
     transfers_started_total: int = 0
     transfers_completed_total: int = 0

@@ -12,15 +12,16 @@ The path of one transfer, and the module that each step lives in:
 6. Each side's executor hears how it ended and leases are released, or kept in ``quarantine`` while anyone may still
    touch their pages (``table``).
 
-States are pure functions (``states``), waits follow ``timing``, and ``resolve`` decides which backend is used.
+States are pure functions (``states``), waits follow ``timing``, and which backend is used is decided
+in :mod:`kvmesh.config.transfer_backend`.
 Fault points: ``transceiver.before_request``, ``before_send``, ``during_transfer``, ``during_send`` (TCP, owner),
 ``after_write`` (NIXL) and ``before_ack``.
 """
 
 from __future__ import annotations
 
+from kvmesh.config.transfer_backend import ServerFacts, TransceiverConfigError
 from kvmesh.transceiver.factory import create_transceiver
-from kvmesh.transceiver.resolve import ServerFacts, TransceiverConfigError
 from kvmesh.transceiver.sessions import CANCEL_REPEAT_S
 from kvmesh.transceiver.table import DuplicateTransferError
 from kvmesh.transceiver.tickets import TicketError

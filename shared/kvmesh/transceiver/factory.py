@@ -7,12 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from kvmesh.cache.layout import PageLayout
 from kvmesh.config.cache_transceiver import CacheTransceiverConfig
-from kvmesh.net.clock import Clock, SystemClock
-from kvmesh.telemetry import get_logger
-from kvmesh.transceiver.planes.base import DataPlane, PlaneError
-from kvmesh.transceiver.planes.builtin import BuiltinPlane, PlaneChoice
-from kvmesh.transceiver.planes.nixl import NixlPlane
-from kvmesh.transceiver.resolve import (
+from kvmesh.config.transfer_backend import (
     BackendName,
     ServerFacts,
     TransceiverConfigError,
@@ -20,6 +15,11 @@ from kvmesh.transceiver.resolve import (
     refuse_unbuilt,
     resolve,
 )
+from kvmesh.net.clock import Clock, SystemClock
+from kvmesh.telemetry import get_logger
+from kvmesh.transceiver.planes.base import DataPlane, PlaneError
+from kvmesh.transceiver.planes.builtin import BuiltinPlane, PlaneChoice
+from kvmesh.transceiver.planes.nixl import NixlPlane
 from kvmesh.transceiver.timing import CONNECT_TIMEOUT_S, ConditionWaiter, TransferTimes, Waiter
 from kvmesh.transceiver.transceiver import Transceiver
 from kvmesh.transceiver.types import PeerKey, PoolMemory

@@ -6,7 +6,7 @@ import threading
 from typing import Final, NamedTuple, Protocol
 
 from kvmesh.config.cache_transceiver import CacheTransceiverConfig
-from kvmesh.transceiver.resolve import TransceiverConfigError
+from kvmesh.config.transfer_backend import TransceiverConfigError
 
 __all__ = [
     "CONNECT_TIMEOUT_S",

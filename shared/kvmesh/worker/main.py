@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvmesh.config import WorkerSettings
-from kvmesh.config.startup import refuse_unsupported
 from kvmesh.engine.client import EngineStartError
 from kvmesh.net.groups import leaves
 from kvmesh.net.service import run_service
 from kvmesh.telemetry import configure_logging, get_logger
+from kvmesh.worker.preflight import check_settings
 from kvmesh.worker.server import WorkerFailedError, WorkerService
 
 __all__ = ["run_worker"]
@@ -29,7 +29,7 @@ def run_worker(settings: WorkerSettings, *, on_ready: Callable[[str], None] | No
         SystemExit: status 1, the engine did not start or the worker could not go on.
     """
     configure_logging("worker" if settings.role == "both" else settings.role, settings.log_level, settings.log_format)
-    refuse_unsupported(settings)
+    check_settings(settings)
     failed = False
     try:
         run_service(WorkerService(settings), settings.host, settings.port, on_ready=on_ready)

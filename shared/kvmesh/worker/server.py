@@ -43,6 +43,7 @@ from kvmesh.worker.facts import load_of, member_of, server_info
 from kvmesh.worker.kv_events import KvEventsRoute
 from kvmesh.worker.observations import Observations
 from kvmesh.worker.plans import ModelFacts, Plan, Planner
+from kvmesh.worker.preflight import check_model
 
 __all__ = ["WorkerFailedError", "WorkerService"]
 
@@ -118,9 +119,10 @@ class WorkerService(Service):
         routes.add_post("/abort", self._abort)
 
     async def start(self, tasks: TaskGroup, url: str) -> None:
-        """Load the tokenizer, launch the engine, and register at the coordinator if there is one."""
+        """Check the settings against the model, launch the engine, and register at the coordinator if there is one."""
         settings = self.settings
         source = await anyio.to_thread.run_sync(resolve_model, settings.model)
+        await anyio.to_thread.run_sync(check_model, settings, source)
         tokenizer = await anyio.to_thread.run_sync(Tokenizer.from_source, source)
         engine: EngineClient = await tasks.start(self._host_engine)
         ready = engine.ready

@@ -105,7 +105,7 @@ def test_only_missing_blocks_are_asked_for(pair: Pair, prompt: Make) -> None:
     tokens = prompt(30)
     first_id, first = pair.prefill(tokens)
     once = pair.decode(first_id, tokens, first)
-    moved = pair.generation.engine.reporter._statistics().transfer_pages_total
+    moved = pair.generation.engine.reporter._statistics(pair.generation.cache).transfer_pages_total
     assert moved == 8
     page_bytes = pair.generation.engine.ready.page_bytes
     assert (once.last.timings.transfer_pages, once.last.timings.transfer_bytes) == (8, 8 * page_bytes)
@@ -120,7 +120,7 @@ def test_only_missing_blocks_are_asked_for(pair: Pair, prompt: Make) -> None:
     decoded = pair.decode(other_id, other, other_first)
     assert decoded.last.cached_tokens == 20
     assert decoded.last.timings.transfer_pages == 3
-    stats = pair.generation.engine.reporter._statistics()
+    stats = pair.generation.engine.reporter._statistics(pair.generation.cache)
     assert stats.transfer_pages_total == moved + 3
     assert stats.transfer_pages_reused_total == 8 + 5
     assert once.tokens != decoded.tokens
@@ -196,7 +196,7 @@ def test_a_bad_hand_off_fails_only_its_request(
     failure = pair.generation.answers[request.request_id].failure
     assert (failure.status, failure.code) == (status, code)
     assert pair.generation.answers["bystander"].reason == "length"
-    refused = pair.generation.engine.reporter._statistics().transfers_refused_total
+    refused = pair.generation.engine.reporter._statistics(pair.generation.cache).transfers_refused_total
     assert (refused > 0) is ((code or "").startswith("ticket_")), "forged and misused tickets are counted"
     pair.generation.check_idle()
 
@@ -264,15 +264,15 @@ def test_a_replayed_ticket_is_counted(pair: Pair, prompt: Make, request_of: Make
     pair.generation.submit(replay)
     pair.until(lambda: pair.generation.answers["replay"].over)
     assert pair.generation.answers["replay"].failure.code == "ticket_replayed"
-    owner = pair.context.engine.reporter._statistics()
-    receiver = pair.generation.engine.reporter._statistics()
+    owner = pair.context.engine.reporter._statistics(pair.context.cache)
+    receiver = pair.generation.engine.reporter._statistics(pair.generation.cache)
     assert (owner.transfers_refused_total, receiver.transfers_refused_total) == (1, 0)
     assert (owner.transfer_links, receiver.transfer_links) == (1, 1)
     pair.check_idle()
     transfer_id, _ = pair.prefill(tokens)
     pair.context.executor.abort(f"c{transfer_id}")
     pair.check_idle()
-    assert pair.context.engine.reporter._statistics().transfers_cancelled_total == 1
+    assert pair.context.engine.reporter._statistics(pair.context.cache).transfers_cancelled_total == 1
 
 
 def test_a_fault_before_the_hand_off_is_its_request_s_alone(pair: Pair, prompt: Make, request_of: Make) -> None:

@@ -76,6 +76,22 @@ def test_choices_of_one_prompt_prefill_once(make_engine: Make, prompt: Make, req
     assert bench.executor.counters.prefilled_tokens < 41 + 4 * (BLOCK + 1)
 
 
+def test_without_prefix_awareness_every_choice_prefills(make_engine: Make, prompt: Make, request_of: Make) -> None:
+    bench = make_engine(max_num_tokens=200, enable_prefix_aware_scheduling=False)
+    bench.run(*(request_of(f"n{i}", prompt(41), temperature=1.0, seed=i) for i in range(4)))
+    assert bench.executor.counters.prefilled_tokens == 4 * 41
+
+
+def test_a_context_cap_has_no_effect_without_mla_layers(
+    make_engine: Make, prompt: Make, request_of: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """§2 fp8_context_mla_kv_len_cap: start-up says so in one line, and long prompts are computed as ever."""
+    bench = make_engine(cache={"fp8_context_mla_kv_len_cap": 1})
+    assert capsys.readouterr().out.count("fp8_context_mla_kv_len_cap=1") == 1
+    bench.run(request_of("a", prompt(41)), request_of("b", prompt(41, 1)))
+    assert bench.executor.counters.prefilled_tokens == 82
+
+
 @pytest.mark.parametrize("policy", ["max_utilization", "guaranteed_no_evict"])
 def test_a_cache_too_small_for_all_serves_all(make_engine: Make, prompt: Make, request_of: Make, policy: str) -> None:
     """Sixteen requests that need several times the cache: all finish, with their solo outputs, and no page is lost."""

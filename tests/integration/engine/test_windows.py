@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,28 @@ def test_a_window_from_the_configuration(make_engine: Make, prompt: Make, reques
     whole = make_engine(model=str(tmp_path), cache={"max_attention_window": [128]})
     assert [group.window for group in whole.engine.manager.layout.groups] == [None]
     assert whole.run(request_of("a", prompt(40)))[0].tokens != answer.tokens
+
+
+@pytest.mark.parametrize("length", [5, 21, 50])
+def test_two_legs(length: int, make_engine: Make, prompt: Make, request_of: Make, tmp_path: Path) -> None:
+    """Pages of both layer groups go from one engine to the other."""
+    reference = build("gemma3")
+    reference.save_pretrained(tmp_path)
+    engines = {"model": str(tmp_path), "transfers": {"backend": "DEFAULT"}, "max_num_tokens": 16}
+    context, generation = make_engine(name="context", **engines), make_engine(name="generation", **engines)
+    tokens = prompt(length)
+    first, *_ = context.run(request_of("a", tokens, kind="context", transfer_id=1))
+    request = request_of(
+        "b", tokens, kind="generation", transfer_id=1, first_tokens=first.tokens, handoff=first.last.handoff
+    )
+    generation.submit(request)
+    answer = generation.answers["b"]
+    end_s = time.monotonic() + 20.0
+    while not answer.over:
+        assert time.monotonic() < end_s, "waited too long"
+        context.step()
+        generation.step()
+    assert answer.tokens == greedy(reference, tokens, 16)
 
 
 def test_a_window_that_no_attention_layer_can_have(make_engine: Make) -> None:

@@ -340,3 +340,62 @@ async def test_the_coordinators_death_disturbs_no_request(mesh: Mesh, until: Unt
                 assert (await m.post("/v1/chat/completions", CHAT))[0] == 200
             assert (await m.get("/ready"))[0] == 200
         tasks.cancel_scope.cancel()
+
+
+RETENTION = {
+    "token_range_retention_configs": [{"token_start": 0, "token_end": 32, "priority": 90, "duration_ms": 500}],
+    "decode_retention_priority": 5,
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_what_a_request_says_about_the_cache_reaches_both_legs(mesh: Mesh, path: str) -> None:
+    """§3.1, §5.1, §5.2: retention and salt unchanged, the conversation's id stripped."""
+    said = {
+        "kv_cache_retention_config": RETENTION,
+        "cache_salt": "tenant",
+        "conversation_params": {"conversation_id": " chat-1 "},
+    }
+    prompt = {"model": "fake-model", "prompt": "x" * 40, "max_tokens": 4}
+    async with mesh() as m:
+        status, _ = await m.post(path, {**(CHAT if "chat" in path else prompt), **said})
+        assert status == 200
+        assert (m["c"].legs, m["g"].legs) == (["context_only"], ["generation_only"])
+        for leg in (m["c"].requests[0], m["g"].requests[0]):
+            assert leg["kv_cache_retention_config"] == RETENTION
+            assert leg["cache_salt"] == "tenant"
+            assert leg["disaggregated_params"]["conversation_id"] == "chat-1"
+
+
+async def test_a_conversation_goes_on_in_one_choice(mesh: Mesh) -> None:
+    async with mesh({"w": "both"}) as m:
+        status, _ = await m.post(
+            "/v1/completions",
+            {
+                "model": "fake-model",
+                "prompt": "xyz",
+                "n": 3,
+                "max_tokens": 2,
+                "conversation_params": {"conversation_id": "a"},
+            },
+        )
+        assert status == 200
+        named = [leg.get("disaggregated_params", {}).get("conversation_id") for leg in m["w"].requests]
+        assert sorted(named, key=str) == [None, None, "a"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("kv_cache_retention_config", {"decode_retention_priority": 101}),
+        ("kv_cache_retention_config", {"transfer_mode": "GDS"}),
+        ("conversation_params", "chat-1"),
+        ("cache_salt", 5),
+    ],
+)
+async def test_what_is_wrong_with_it_reaches_nobody(mesh: Mesh, field: str, value: Any) -> None:
+    async with mesh() as m:
+        status, answer = await m.post("/v1/chat/completions", {**CHAT, field: value})
+        assert status == 400
+        assert answer["error"]["param"].startswith(field)
+        assert not m["c"].requests

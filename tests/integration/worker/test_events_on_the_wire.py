@@ -154,6 +154,27 @@ async def test_a_gap_is_seen_and_replayed(publishing: Callable[..., Any]) -> Non
         await check_gap(worker, steady, forgetful)
 
 
+async def test_a_clean_stop_takes_every_block_back(settings_of: Callable[..., Any], serve: Callable[..., Any]) -> None:
+    """§8.23: every stored hash is removed exactly once by the end."""
+    async with serve(settings_of("both", backend=None, events=True, max_tokens=640)) as (worker,):
+        info = await worker.get("/server_info")
+        subscriber = Subscriber(info["events_endpoint"], info["replay_endpoint"])
+        number = 0
+        while subscriber.last < 0:  # its subscription takes a moment to reach the publisher
+            await ask(worker, number, 1)
+            number += 1
+            if await subscriber.stream.poll(200):
+                await subscriber.follow()
+        assert subscriber.blocks
+    try:
+        with anyio.fail_after(20):
+            while subscriber.blocks:
+                assert await subscriber.stream.poll(10_000), "blocks were left behind"
+                await subscriber.follow()
+    finally:
+        subscriber.close()
+
+
 async def check_gap(worker: Any, steady: Subscriber, forgetful: Subscriber) -> None:
     await ask(worker, 0, 2)
     for subscriber in (steady, forgetful):

@@ -106,6 +106,20 @@ def test_resize_keeps_the_address_and_returns_memory() -> None:
     assert device.free_bytes == 1 << 20
 
 
+@pytest.mark.parametrize(("nbytes", "kept", "resident"), [(10_000, 100, 4096), (10_000, 9_000, 12_288), (5, 1, 4096)])
+def test_resize_of_odd_sizes(nbytes: int, kept: int, resident: int) -> None:
+    device = CpuDevice(nbytes)
+    buffer = device.allocate(nbytes)
+    buffer.array[:] = 7
+    device.resize(buffer, kept)
+    assert resident_bytes(buffer) == resident
+    device.resize(buffer, nbytes)
+    assert (buffer.array[:kept] == 7).all()
+    assert not buffer.array[kept:].any()
+    device.free(buffer)
+    assert device.free_bytes == nbytes
+
+
 def test_resize_is_refused_beyond_budget_and_reserve() -> None:
     device = CpuDevice(10_000)
     buffer = device.allocate(4096, reserve_bytes=1 << 20)

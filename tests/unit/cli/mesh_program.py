@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 mesh.PROGRAM = (sys.executable, str(HERE / "mesh_child.py"))
 up.PROGRAM = (sys.executable, __file__)
 up.resolve_model = lambda *_args, **_kwargs: None
+up.check_model = lambda *_args: None
 
 plan_mesh = up.plan_mesh
 thieves: list[socket.socket] = []

@@ -12,6 +12,8 @@ from kvmesh.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, 
 def test_events_are_readable():
     stored = BlockStored(block_hashes=[1, -1], parent_block_hash=None, token_ids=[0] * 8, block_size=4)
     assert describe(stored) == "stored   2 blocks, 8 tokens, after root, GPU: 0000000000000001 ffffffffffffffff"
+    moved = BlockStored(block_hashes=[1], parent_block_hash=None, token_ids=[], block_size=4, medium="CPU")
+    assert describe(moved) == "moved    1 blocks to CPU: 0000000000000001"
     assert describe(BlockRemoved(block_hashes=[1] * 6)).endswith("0000000000000001 ... 2 more")
     assert describe(AllBlocksCleared()) == "cleared  everything"
 

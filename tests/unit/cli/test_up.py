@@ -211,6 +211,23 @@ def test_a_run_directory_that_is_none_is_one_sentence(command, argv):
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--set=context.kv_cache_config.dtype=fp8",), "not supported yet: context.kv_cache_config.dtype='fp8'"),
+        (("--set=router.schedule_style=generation_first",), "router.schedule_style='generation_first'"),
+        (("--set=generation.cache_transceiver_config.backend=UCX",), "generation.cache_transceiver_config.backend"),
+        (("--detach", "--set=context.kv_cache_config.dtype=fp8"), "Leave these at their defaults"),
+    ],
+)
+def test_settings_that_cannot_work_start_nothing(command, flags, says):
+    up = command.run("up", *flags)
+    assert up.returncode == 2
+    assert says in up.stderr
+    assert len(up.stderr.splitlines()) == 1
+    assert not command.run_dir.path.exists(), "nothing was begun"
+
+
 @pytest.mark.parametrize("flags", [("--context=0",), ("--set=contxt.port=1",), ("--config=/absent.yaml",)])
 def test_bad_settings_are_one_sentence(command, flags):
     up = command.run("up", *flags)

@@ -38,7 +38,10 @@ max_batch_size: 16
 max_num_tokens: 1024
 max_seq_len: 2048
 enable_chunked_prefill: true
-scheduler_config: {capacity_scheduler_policy: GUARANTEED_NO_EVICT, context_chunking_policy: FIRST_COME_FIRST_SERVED}
+scheduler_config:
+  capacity_scheduler_policy: GUARANTEED_NO_EVICT
+  context_chunking_policy: FIRST_COME_FIRST_SERVED
+  enable_prefix_aware_scheduling: false
 kv_cache_config: {enable_block_reuse: true, free_gpu_memory_fraction: 0.3, tokens_per_block: 64}
 cache_transceiver_config: {backend: DEFAULT, max_tokens_in_buffer: 2048}
 """
@@ -79,6 +82,7 @@ class TestWorkerFile:
         assert "scheduler_config.context_chunking_policy" in str(caught[0].message)
         assert (settings.max_batch_size, settings.max_num_tokens, settings.max_seq_len) == (16, 1024, 2048)
         assert settings.scheduler_policy == "guaranteed_no_evict"
+        assert not settings.enable_prefix_aware_scheduling
         assert settings.kv_cache_config.tokens_per_block == 64
         assert settings.cache_transceiver_config.backend == "DEFAULT"
 

@@ -16,7 +16,7 @@ from kvmesh.cache.base import Scratch
 from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, LayoutError, PageLayout
 from kvmesh.engine.runner import BatchRunner
 from kvmesh.engine.scheduler import Chunk
-from kvmesh.engine.tables import NoPageError, TokenPlaces, split_tables
+from kvmesh.engine.tables import NoPageError, StepPlaces, split_tables
 from kvmesh.engine.tokens import TokenHistory
 from kvmesh.models.base import CausalLM, KvPools
 from kvmesh.models.registry import load_model
@@ -130,27 +130,57 @@ def test_a_token_without_a_page_is_an_error(pair: tuple[Any, CausalLM]) -> None:
     _, model = pair
     bench = Bench(model)
     bench.options["scratch"] = True
-    with pytest.raises(NoPageError, match="layer group 0: a token of this step has no page"):
+    with pytest.raises(NoPageError, match="layer group 0: block 0 of sequence 0 of this step has no page"):
         bench.step({"a": (A, 0, 33)})
 
 
-def places(rows: list[int], positions: list[int], width: int) -> TokenPlaces:
-    return TokenPlaces(np.array(rows, dtype=np.int64), np.array(positions, dtype=np.int32), BLOCK, width)
+def places(chunks: list[tuple[int, int]]) -> StepPlaces:
+    """Of sequences that compute the tokens ``start .. stop - 1``."""
+    lengths = [stop - start for start, stop in chunks]
+    return StepPlaces(
+        np.repeat(np.arange(len(chunks)), lengths),
+        np.concatenate([np.arange(start, stop, dtype=np.int32) for start, stop in chunks]),
+        np.cumsum([0, *lengths], dtype=np.int32),
+        np.array([stop for _, stop in chunks], dtype=np.int32),
+        BLOCK,
+    )
 
 
 def test_tables_of_each_layer() -> None:
     """§3.7: slot * L + j for a page; slots[i // L] * L + i % L for a scratch block, whichever layer it is."""
     table = np.array([[5, -1, -1, -1, 7, 99], [2, 3, 99, 99, 99, 99]], dtype=np.int32)
     scratch = Scratch(1, 4, np.array([11, 6], dtype=np.int32))
-    at = places([0, 0, 1], [4, 17, 6], 5)
-    tables = split_tables(0, table, 2, [(0, scratch)], at, CPU)
+    tables = split_tables(table, 2, [(0, scratch)], places([(15, 18), (6, 7)]), CPU)
     assert [layer.block_table[0, :5].tolist() for layer in tables] == [[10, 22, 23, 12, 14], [11, 22, 23, 12, 15]]
     assert [layer.block_table[1, :2].tolist() for layer in tables] == [[4, 6], [5, 7]]
-    assert [layer.slot_mapping.tolist() for layer in tables] == [[88, 57, 26], [88, 61, 30]]
-    with pytest.raises(NoPageError, match="layer group 0"):
-        split_tables(0, table, 2, [], at, CPU)
-    past = split_tables(0, table, 2, [], places([0], [17], 5), CPU)
+    assert [layer.slot_mapping.tolist() for layer in tables] == [[51, 56, 57, 26], [51, 60, 61, 30]]
+    past = split_tables(table, 2, [], places([(17, 18), (6, 7)]), CPU)
     assert [layer.block_table[0, :5].tolist() for layer in past] == [[10, -1, -1, -1, 14], [11, -1, -1, -1, 15]]
+
+
+@pytest.mark.parametrize(
+    ("row", "window", "chunk", "hole"),
+    [
+        ([4, 5, 6], None, (9, 12), None),
+        ([4, 5, 6, -1], None, (9, 12), None),  # past the end
+        ([-1, 5, 6], None, (9, 12), 0),
+        ([-1, -1, 6], 1, (8, 12), None),
+        ([-1, -1, 6], 2, (8, 12), 1),  # the first query sees the token before it
+        ([-1, -1, 6], 2, (9, 12), None),
+        ([-1, 5, -1], 2, (7, 12), 2),  # written to
+        ([-1, 5, 6], 5, (7, 12), 0),
+        ([-1, 5, 6], 4, (7, 12), None),
+        ([-1, 5, 6], 100, (7, 12), 0),
+    ],
+)
+def test_which_blocks_need_a_page(row: list[int], window: int | None, chunk: tuple[int, int], hole: int | None) -> None:
+    table = np.array([[1, 2, 3, 9], [*row, 9][:4]], dtype=np.int32)
+    step = places([(11, 12), chunk])
+    if hole is None:
+        step.require_pages(3, table, window)
+    else:
+        with pytest.raises(NoPageError, match=f"layer group 3: block {hole} of sequence 1 of this step"):
+            step.require_pages(3, table, window)
 
 
 def layers(*head_dims: int, window: int | None = 16) -> PageLayout:

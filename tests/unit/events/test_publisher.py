@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,9 +11,12 @@ import msgspec
 import pytest
 import zmq
 
+from kvmesh.cache.events import StoredBlocks
 from kvmesh.events.encoding import encode_batch
 from kvmesh.events.endpoints import EndpointError, rank_endpoint
 from kvmesh.events.publisher import NullPublisher, ZmqPublisher
+from kvmesh.events.sink import StreamSink
+from kvmesh.events.target import TargetGroup
 from kvmesh.net.faults import injected
 from kvmesh.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 
@@ -105,6 +108,48 @@ def test_stream_is_three_frames_with_a_three_element_batch() -> None:
     }
     assert events[1] == {"type": "BlockRemoved", "block_hashes": [3], "medium": "GPU"}
     assert events[2] == {"type": "AllBlocksCleared"}
+
+
+def test_t9_two_batches_for_those_who_asked_for_the_topic(make_blocks: Callable[..., StoredBlocks]) -> None:
+    sink = StreamSink(4, TargetGroup(0, "sliding_window", 128))
+    with (
+        publishing(topic="kv-events") as publisher,
+        reader(zmq.SUB, publisher.endpoint) as socket,
+        reader(zmq.SUB, publisher.endpoint) as stranger,
+    ):
+        stranger.subscribe(b"other")
+        first = subscribe(socket, publisher)
+        sink.on_stored(0, make_blocks([1], [[1, 2, 3, 4]]))
+        sink.on_stored(0, make_blocks([2], [[5, 6]], parent=1))
+        sink.on_removed(0, make_blocks([2]).keys, 0)
+        sink.on_stored(0, make_blocks([3], [[5, 6, 7, 8]], parent=1))
+        sink.on_stored(1, make_blocks([1], [[1, 2, 3, 4]]))
+        publisher.publish(sink.take())
+        sink.on_removed(0, make_blocks([3, 1]).keys, 0)
+        sink.on_removed(1, make_blocks([1]).keys, 0)
+        publisher.publish(sink.take())
+        batches = [socket.recv_multipart() for _ in range(2)]
+        assert not stranger.poll(0)
+    assert [topic for topic, _, _ in batches] == [b"kv-events"] * 2
+    assert [int.from_bytes(sequence, "big") for _, sequence, _ in batches] == [first, first + 1]
+    [stored_event], [removed_event] = [msgspec.msgpack.decode(payload)[1] for _, _, payload in batches]
+    assert stored_event == {
+        "type": "BlockStored",
+        "block_hashes": [1, 3],
+        "parent_block_hash": None,
+        "token_ids": [1, 2, 3, 4, 5, 6, 7, 8],
+        "block_size": 4,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        "group_idx": 0,
+        "kv_cache_spec_kind": "sliding_window",
+        "kv_cache_spec_sliding_window": 128,
+    }
+    assert removed_event == {"type": "BlockRemoved", "block_hashes": [3, 1], "medium": "GPU", "group_idx": 0}
+    counts = sink.statistics
+    assert (counts.stored_total, counts.removed_total) == (2, 2)
+    assert (counts.suppressed_total, counts.non_target_total) == (1, 1)
 
 
 def test_array_encoding() -> None:

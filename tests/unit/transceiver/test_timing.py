@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvmesh.config.cache_transceiver import CacheTransceiverConfig
-from kvmesh.transceiver.resolve import TransceiverConfigError
+from kvmesh.config.transfer_backend import TransceiverConfigError
 from kvmesh.transceiver.timing import TransferTimes, idle_wait_ms
 
 

@@ -10,6 +10,7 @@ import pytest
 from remote_device import FakeRemoteDevice
 from storages import PAGE_BYTES, slots, two_pools
 
+from kvmesh.cache.cuda_device import CudaDevice
 from kvmesh.cache.device import DeviceMemoryError
 from kvmesh.cache.errors import TierFailedError
 from kvmesh.cache.storage import Storage, storage
@@ -104,6 +105,24 @@ def test_host_memory_is_locked_as_it_changes_and_unlocked_at_the_end(make_storag
     assert np.array_equal(device.pages(made.pools[0], 512)[[3, 2]], before[:2])
     made.close()
     assert device.registered == {}
+
+
+@pytest.mark.gpu
+def test_a_real_gpu(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    made = Storage(two_pools(), [[8, 8]] * 3, ("gpu", "host", "disk"), CudaDevice(0), disk_path=tmp_path)
+    pages = made.pools[0].tensor.view(8, -1)
+    pages[:] = torch.randint(0, 256, pages.shape, dtype=torch.uint8, device=pages.device)
+    before = pages.clone()
+    assert made.move(0, 0, EVERY, 1, EVERY[::-1]).all()
+    assert made.move(0, 0, EVERY, 2, EVERY).all()
+    for level, order in ((1, EVERY[::-1]), (2, EVERY)):
+        pages.zero_()
+        assert made.move(0, level, order, 0, EVERY).all()
+        assert torch.equal(pages, before)
+    made.close()
 
 
 def test_no_reserve_no_rebalance(tmp_path: Path) -> None:

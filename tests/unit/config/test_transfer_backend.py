@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvmesh.config.cache_transceiver import CacheTransceiverConfig
-from kvmesh.transceiver.resolve import (
+from kvmesh.config.transfer_backend import (
     Resolved,
     ServerFacts,
     TransceiverConfigError,

@@ -1,0 +1,100 @@
+"""What is wrong with a worker's settings is said before anything starts, with the field and what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvmesh.config import CacheTransceiverConfig, ConfigError, KvCacheConfig, WorkerSettings
+from kvmesh.models.errors import ModelError
+from kvmesh.models.store import resolve_model
+from kvmesh.worker import main, preflight
+from kvmesh.worker.preflight import check_model, check_settings
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+    "hidden_act": "silu",
+}
+
+
+def settings(**fields: Any) -> WorkerSettings:
+    return WorkerSettings(**{"cluster_secret": "secret", **fields})
+
+
+def model(directory: Path, **changes: Any) -> Any:
+    """A checkpoint of which only the head is there."""
+    (directory / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    (directory / "model.safetensors").touch()
+    return resolve_model(str(directory))
+
+
+def test_the_defaults_pass(tmp_path: Path) -> None:
+    for backend in (None, "DEFAULT"):
+        worker = settings(cache_transceiver_config=CacheTransceiverConfig(backend=backend))
+        check_settings(worker)
+        check_model(worker, model(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"kv_cache_config": KvCacheConfig(dtype="fp8")}, r"not supported yet: kv_cache_config\.dtype='fp8'"),
+        ({"cache_transceiver_config": CacheTransceiverConfig(backend="UCX")}, r"cache_transceiver_config\.backend"),
+        (
+            {"cache_transceiver_config": CacheTransceiverConfig(backend="DEFAULT"), "cluster_secret": None},
+            r"backend DEFAULT needs a cluster secret: set KVMESH_CLUSTER_SECRET",
+        ),
+    ],
+)
+def test_what_no_model_makes_possible(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_settings(settings(**fields))
+
+
+def test_a_backend_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "nixl_is_installed", lambda: False)
+    with pytest.raises(ConfigError, match=r"no NIXL library is installed; run `pip install"):
+        check_settings(settings(cache_transceiver_config=CacheTransceiverConfig(backend="NIXL")))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"max_seq_len": 513}, r"max_seq_len 513 exceeds the 512 tokens .* lower it"),
+        ({"kv_cache_config": KvCacheConfig(tokens_per_block=48)}, "tokens_per_block must be a power of two"),
+        ({"kv_cache_config": KvCacheConfig(avg_seq_len=513)}, "avg_seq_len 513 is above max_seq_len 512"),
+    ],
+)
+def test_what_this_model_makes_impossible(fields: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_model(settings(**fields), model(tmp_path))
+
+
+def test_a_model_that_is_not_supported(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="not supported yet"):
+        check_model(settings(), model(tmp_path, architectures=["Mamba2ForCausalLM"]))
+
+
+def test_a_worker_is_not_started_with_what_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*_args: Any, **_kwargs: Any) -> None:
+        raise AssertionError("started")
+
+    monkeypatch.setattr(main, "run_service", started)
+    with pytest.raises(ConfigError, match="not supported yet"):
+        main.run_worker(settings(kv_cache_config=KvCacheConfig(dtype="fp8")))
