@@ -42,6 +42,7 @@ from kvmesh.cache.device import CpuDevice
 from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
 from kvmesh.cache.manager import KvCacheManager
 from kvmesh.cache.settings import CacheSettings
+from kvmesh.cache.storage import Storage
 from kvmesh.events.encoding import encode_batch
 from kvmesh.events.sink import StreamSink
 from kvmesh.hashing import ReuseScope, TokenIds
@@ -87,13 +88,10 @@ class Cache:
         layer = LayerCacheSpec(layer_index=0, num_kv_heads=1, head_dim=1, dtype="float16")
         layout = PageLayout.build(CacheRequirements((layer,)), work.tokens_per_block)
         self._sink = StreamSink(work.tokens_per_block) if events else None
-        self.manager = KvCacheManager(
-            layout,
-            [work.num_pages],
-            CpuDevice(work.num_pages * layout.pools[0].page_bytes),
-            CacheSettings(max_util_for_resume=1.0),
-            self._sink,
-        )
+        device = CpuDevice(work.num_pages * layout.pools[0].page_bytes)
+        num_pages = [[work.num_pages]]
+        storage = Storage(layout, num_pages, ("gpu",), device)
+        self.manager = KvCacheManager(layout, storage, num_pages, CacheSettings(max_util_for_resume=1.0), self._sink)
         self._scope = ReuseScope()
 
     def serve(self, token_ids: TokenIds) -> tuple[list[int], int]:

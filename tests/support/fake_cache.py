@@ -400,6 +400,7 @@ class FakeCacheManager:
                 total - self.free(pool) - self._count(pool, "droppable") - self._count(pool, "locks"),
                 self._count(pool, "locks"),
                 0,
+                0,
             )
             for pool, total in enumerate(self.totals)
         )

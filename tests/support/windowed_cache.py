@@ -71,11 +71,11 @@ class FakeSequenceCache:
             shared = scratch_range(history, capacity, size, window) if self._use_scratch else BlockRange(0, 0)
             for block in range(len(table), -(-capacity // size)):
                 table.append(-1 if shared.begin <= block < shared.end else self._pages.take(group.pool))
-            if len(shared):
-                count = -(-len(shared) // len(group.layers))
+            if shared.size:
+                count = -(-shared.size // len(group.layers))
                 slots = np.array([self._pages.take(group.pool) for _ in range(count)], dtype=np.int32)
                 self._scratch[group.group_id] = Scratch(shared.begin, shared.end, slots)
-                self.scratch_blocks += len(shared)
+                self.scratch_blocks += shared.size
 
     def block_table_into(self, group: int, row: np.ndarray) -> int:
         table = self._tables[group]
