@@ -125,7 +125,7 @@ class CudaDevice:
 
         source, target = src.tensor, torch.from_numpy(dst)
         for run in page_runs(src_slots, dst_rows):
-            nbytes = run.count * page_bytes
+            nbytes = run.length * page_bytes
             frm, to = run.src * page_bytes, run.dst * page_bytes
             target[to : to + nbytes].copy_(source[frm : frm + nbytes], non_blocking=True)
         return self._fence()
@@ -143,7 +143,7 @@ class CudaDevice:
 
         source, target = torch.from_numpy(src), dst.tensor
         for run in page_runs(src_rows, dst_slots):
-            nbytes = run.count * page_bytes
+            nbytes = run.length * page_bytes
             frm, to = run.src * page_bytes, run.dst * page_bytes
             target[to : to + nbytes].copy_(source[frm : frm + nbytes], non_blocking=True)
         return self._fence()

@@ -11,11 +11,11 @@ __all__ = ["PageRun", "page_runs"]
 
 
 class PageRun(NamedTuple):
-    """``count`` pages from ``src`` on go to as many from ``dst`` on."""
+    """``length`` pages from ``src`` on go to as many from ``dst`` on."""
 
     src: int
     dst: int
-    count: int
+    length: int
 
 
 def page_runs(src: NDArray[np.int32], dst: NDArray[np.int32]) -> list[PageRun]:
