@@ -36,7 +36,8 @@ class SinkStatistics(msgspec.Struct):
     removed_total: int = 0
     moved_total: int = 0
     suppressed_total: int = 0
-    """Partial blocks, full ones whose pages do not hold all their tokens, and those that continue one left out."""
+    """Partial blocks, full ones whose pages do not hold all their tokens, and with full attention those that continue
+    one left out."""
     non_target_total: int = 0
     """Of other layer groups."""
     dropped_total: int = 0
@@ -100,8 +101,9 @@ class StreamSink:
             statistics.non_target_total += len(keys)
             return
         partial = token_ids.shape[1] < size or (blocks.covered_tokens is not None and blocks.covered_tokens < size)
-        # A block after one that was left out could not be placed by any reader.
-        if partial or blocks.parent_key in self._untold:
+        # A block after one that was left out could not be placed by any reader. Inside a window, though, a block may
+        # outlive the one before it in any case, and that one may yet be told.
+        if partial or (self._target.window is None and blocks.parent_key in self._untold):
             statistics.suppressed_total += len(keys)
             self._untold.update(keys)
             return

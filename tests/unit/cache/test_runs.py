@@ -25,7 +25,7 @@ def test_examples() -> None:
 def test_every_move_is_in_one_run(src: list[int], random: object) -> None:
     dst = random.sample(range(20), len(src))  # type: ignore[attr-defined]
     runs = page_runs(ids(*src), ids(*dst))
-    moves = [(run.src + i, run.dst + i) for run in runs for i in range(run.count)]
+    moves = [(run.src + i, run.dst + i) for run in runs for i in range(run.length)]
     assert moves == sorted(zip(src, dst, strict=True))
-    ends = {(run.src + run.count, run.dst + run.count) for run in runs}
+    ends = {(run.src + run.length, run.dst + run.length) for run in runs}
     assert not ends & {(run.src, run.dst) for run in runs}, "two runs could be one"

@@ -115,6 +115,21 @@ def test_a_block_whose_page_does_not_cover_it_waits_until_it_does() -> None:
     assert sink.statistics.suppressed_total == 1
 
 
+def test_inside_a_window_a_block_may_come_before_its_parent() -> None:
+    sink = StreamSink(2, TargetGroup(0, "sliding_window", 8))
+    store(sink, [1], [[1, 2]], covered=1)
+    store(sink, [2], [[3, 4]], parent=1)
+    remove(sink, 1)
+    store(sink, [1], [[1, 2]])
+    later, first = sink.take()
+    assert isinstance(later, BlockStored)
+    assert isinstance(first, BlockStored)
+    assert (later.block_hashes, later.parent_block_hash) == ([2], 1)
+    assert (first.block_hashes, first.parent_block_hash) == ([1], None)
+    remove(sink, 2, 1)
+    assert summary(sink.take()) == [("BlockRemoved", "GPU", [2, 1])]
+
+
 def test_chains_merge_and_branches_do_not() -> None:
     sink = StreamSink(1)
     store(sink, [1, 2])

@@ -108,6 +108,8 @@ class Storage:
         src, dst = self._slots(src_level, pool, src_slots), self._slots(dst_level, pool, dst_slots)
         if len(src) != len(dst):
             raise ValueError(f"{len(src)} pages cannot go to {len(dst)} slots")
+        if not len(src):
+            return np.ones(0, dtype=np.bool_)
         if src_level == dst_level == 0:
             self.copy(pool, src, dst)
             return np.ones(len(src), dtype=np.bool_)

@@ -80,6 +80,7 @@ class TestDamage:
         path.unlink()
         path.write_bytes(b"another's")
         assert not storage.move(0, 2, EVERY, 0, EVERY).any()
+        assert storage.move(0, 0, EVERY[:0], 2, EVERY[:0]).tolist() == []
         with pytest.raises(TierFailedError, match="was deleted") as raised:
             storage.move(0, 0, EVERY, 2, EVERY)
         assert raised.value.level == 2
