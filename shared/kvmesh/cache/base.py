@@ -47,7 +47,7 @@ class Scratch(NamedTuple):
 
 
 class Lease(Protocol):
-    """Pages that are pinned on the device until :meth:`release`, whatever becomes of their sequence."""
+    """Pages that must stay as and where they are while somebody outside their sequence reads or writes them."""
 
     @property
     def num_pages(self) -> int:
@@ -55,15 +55,15 @@ class Lease(Protocol):
         ...
 
     def page_ids(self, group: int) -> Pages:
-        """Device slots by block, int32; -1 where there is no page."""
+        """Device slots in ``group`` by block, int32, -1 where a window has passed."""
         ...
 
     def quarantine(self) -> None:
-        """Say that a peer may still write into the pages that are not reusable blocks."""
+        """A peer may still write into the pages: until the release, those not reusable yet do not become so."""
         ...
 
     def release(self) -> None:
-        """Give the pages back; once."""
+        """Give the pages back, once."""
         ...
 
 
