@@ -258,7 +258,8 @@ class V1CacheManager:
     def _find(self, scope: ReuseScope, token_ids: TokenIds, keys: list[bytes]) -> Match:
         """The longest prefix that every layer group can serve."""
         size = self.layout.tokens_per_block
-        paths = [find_path(tree, scope, keys, token_ids, size) for tree in self.index.trees]
+        usable = self._may_take_part_of
+        paths = [find_path(tree, scope, keys, token_ids, size, usable) for tree in self.index.trees]
         limit, before = len(token_ids) - 1, -1
         whole_blocks = not self.settings.enable_partial_reuse
         tails: list[Block] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvmesh.cache.v1.block import Block
@@ -35,9 +35,23 @@ class Match(NamedTuple):
 
 
 def find_path(
-    tree: BlockTree, scope: ReuseScope, keys: Sequence[bytes], token_ids: TokenIds, tokens_per_block: int
+    tree: BlockTree,
+    scope: ReuseScope,
+    keys: Sequence[bytes],
+    token_ids: TokenIds,
+    tokens_per_block: int,
+    usable: Callable[[Block], bool],
 ) -> GroupPath:
-    """Walk one tree along ``token_ids``, int32, with the V1 ``keys`` of their full blocks."""
+    """Walk one tree along a prompt.
+
+    Args:
+        tree: of one layer group.
+        scope: where to begin.
+        keys: V1 keys of the prompt's full blocks.
+        token_ids: the prompt, int32.
+        tokens_per_block: tokens of a full block.
+        usable: whether the leading tokens of a block may be reused.
+    """
     node = tree.root(scope)
     if node is None:
         return GroupPath([], None, 0)
@@ -51,7 +65,7 @@ def find_path(
         nodes.append(child)
         node = child
     rest = data[len(nodes) * width : (len(nodes) + 1) * width]
-    return GroupPath(nodes, *(tree.closest_child(node, rest) if rest else (None, 0)))
+    return GroupPath(nodes, *(tree.closest_child(node, rest, usable) if rest else (None, 0)))
 
 
 def servable_tokens(path: GroupPath, limit: int, tokens_per_block: int, window: int | None) -> int:

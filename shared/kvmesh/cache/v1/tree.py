@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,9 @@ from kvmesh.hashing import ReuseScope, TokenIds
 __all__ = ["BlockTree", "Node", "token_bytes"]
 
 _TOKEN_BYTES = 4
+
+_MAX_PASSED = 32
+"""Children that a search for a partial match passes over in each direction."""
 
 _tokens_of = operator.attrgetter("tokens")
 
@@ -92,12 +95,18 @@ class BlockTree:
         """Whether any node has this key, be it by a collision."""
         return key in self._by_key
 
-    def closest_child(self, parent: Node, tokens: bytes) -> tuple[Node | None, int]:
-        """The child that shares most leading tokens with ``tokens``, and how many; (None, 0) without one."""
+    def closest_child(self, parent: Node, tokens: bytes, usable: Callable[[Block], bool]) -> tuple[Node | None, int]:
+        """The child that shares most leading tokens with ``tokens``, and how many; (None, 0) without one.
+
+        It is the next one before or after them in order; holes and what is not ``usable`` are passed over (a bounded
+        number of them).
+        """
         best: tuple[Node | None, int] = None, 0
         at = bisect.bisect_left(parent.children, tokens, key=_tokens_of)
-        for node in parent.children[max(at - 1, 0) : at + 1]:
-            if node.block is not None and (shared := _common_tokens(node.tokens, tokens)) > best[1]:
+        before = parent.children[max(at - _MAX_PASSED, 0) : at]
+        for side in (reversed(before), parent.children[at : at + _MAX_PASSED]):
+            node = next((node for node in side if node.block is not None and usable(node.block)), None)
+            if node is not None and (shared := _common_tokens(node.tokens, tokens)) > best[1]:
                 best = node, shared
         return best
 
