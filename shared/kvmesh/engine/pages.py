@@ -95,7 +95,10 @@ class SequencePages:
         if num_tokens <= seq.cache.capacity:
             return True
         history = seq.history.prompt_length if seq.awaits_transfer else seq.num_computed
-        return seq.cache.resize(self._layout.num_blocks(num_tokens) * self.tokens_per_block, history)
+        # A decode takes a whole block and asks again when that is full. A chunk takes what it computes: blocks that its
+        # end leaves behind a window share scratch slots, and at the end of a block more would be left behind.
+        whole = self._layout.num_blocks(num_tokens) * self.tokens_per_block
+        return seq.cache.resize(num_tokens if num_tokens > seq.num_computed + 1 else whole, history)
 
     def suspend(self, seq: Sequence) -> None:
         """See :class:`~kvmesh.engine.paging.Pages`."""
