@@ -23,6 +23,7 @@ from kvmesh.cache.v1.index import BlockIndex
 from kvmesh.cache.v1.integrity import check_blocks
 from kvmesh.cache.v1.lease import BlockLease
 from kvmesh.cache.v1.match import Match, find_path, servable_tokens
+from kvmesh.cache.v1.opening import Opening
 from kvmesh.cache.v1.sequence import V1Sequence
 from kvmesh.cache.v1.settings import V1Settings
 from kvmesh.cache.v1.tiers import BlockTiers, PageMemory
@@ -74,7 +75,12 @@ class V1CacheManager:
         self.usage = BlockUsage(layout, num_pages, clock.monotonic_s)
         self.counters = CacheCounters()
         self.index = BlockIndex(self.usage, layout.tokens_per_block, self.counters, event_sink)
-        self.tiering = BlockTiers(layout, self.usage, self.index, memory, self.counters, settings.offload_min_priority)
+        self.tiering = BlockTiers(
+            layout, self.usage, self.index, memory, self.counters, settings.cold_tier_offload_min_priority
+        )
+        self.opening = Opening(
+            self.usage, self.index, self.tiering, copy_on_partial_reuse=settings.copy_on_partial_reuse
+        )
         self._memory = memory
         self._tiers = tuple(tiers)
         self._sequences: set[V1Sequence] = set()
@@ -258,7 +264,7 @@ class V1CacheManager:
     def _find(self, scope: ReuseScope, token_ids: TokenIds, keys: list[bytes]) -> Match:
         """The longest prefix that every layer group can serve."""
         size = self.layout.tokens_per_block
-        usable = self._may_take_part_of
+        usable = self.opening.may_take_part_of
         paths = [find_path(tree, scope, keys, token_ids, size, usable) for tree in self.index.trees]
         limit, before = len(token_ids) - 1, -1
         whole_blocks = not self.settings.enable_partial_reuse
@@ -270,15 +276,10 @@ class V1CacheManager:
             if limit % size:
                 nodes = [path.nodes[limit // size] if limit // size < len(path.nodes) else path.tail for path in paths]
                 tails = [node.block for node in nodes if node is not None and node.block is not None]
-                if whole_blocks or not all(self._may_take_part_of(block) for block in tails):
+                if whole_blocks or not all(self.opening.may_take_part_of(block) for block in tails):
                     limit -= limit % size
         full = limit // size
         return Match(limit, [path.nodes[:full] for path in paths], tails if limit % size else [])
-
-    def _may_take_part_of(self, block: Block) -> bool:
-        """Whether the leading tokens of ``block`` may be reused: by a copy always, else if it can be claimed."""
-        assert block.node is not None
-        return self.settings.copy_on_partial_reuse or not (block.users or block.node.children)
 
     def _count_creation(self, cached: int, prompt_length: int) -> None:
         counters = self.counters

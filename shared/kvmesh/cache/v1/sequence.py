@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from kvmesh.cache.base import Scratch
 from kvmesh.cache.errors import CacheStateError
 from kvmesh.cache.retention import block_priorities, touched_blocks
-from kvmesh.cache.v1.block import HOST, Block
+from kvmesh.cache.v1.block import Block
 from kvmesh.cache.v1.lease import BlockLease
 from kvmesh.cache.v1.match import Match
+from kvmesh.cache.v1.opening import Opened
 from kvmesh.cache.v1.tokens import SequenceTokens
 from kvmesh.cache.v1.view import GroupView
 from kvmesh.cache.windows import first_live_block
@@ -62,6 +63,7 @@ class V1Sequence:
         self.num_cached_tokens = match.num_tokens
         self._manager = manager
         self._usage, self._index, self._tiers = manager.usage, manager.index, manager.tiering
+        self._opening = manager.opening
         self._block_tokens = manager.layout.tokens_per_block
         self._retention = retention
         self._state = _State.CREATED
@@ -123,27 +125,13 @@ class V1Sequence:
             CacheStateError: it was resumed before.
         """
         self._require(_State.CREATED, "resume")
-        if self._lost or any(block.damaged for block in self.used()):
-            self._lost = True
+        if self._lost:
             return False
-        claimed = [view.tail for view in self.views if view.tail is not None and self._may_claim(view.tail)]
-        held = [block for view in self.views for block in view.live()] + claimed
-        needs = [0] * len(self._usage.pools)
-        for block in held:
-            needs[self._usage.pool_of_group[block.group]] += block.level == HOST
-        for view in self.views:
-            if view.tail is not None and view.tail not in claimed:
-                needs[self._usage.pool_of_group[view.group]] += 1
-        if not self._tiers.reserve(needs):
+        priorities, durations_s = self._priorities(self.num_blocks, self.num_blocks + 1)
+        opened = self._opening.open(self.views, priorities, durations_s)
+        self._lost = opened is Opened.DAMAGED
+        if opened is not Opened.READY:
             return False
-        if not (self._tiers.onboard(block for block in held if block.level == HOST) and self._take_tails(claimed)):
-            self._lost = True
-            return False
-        for block in held:
-            self._usage.lock(block)
-            self._usage.unhold(block)
-        for view in self.views:
-            view.refresh(0)
         self._retain_reused()
         self._state = _State.ACTIVE
         return True
@@ -298,39 +286,6 @@ class V1Sequence:
     def _require(self, state: _State, action: str) -> None:
         if self._state is not state:
             raise CacheStateError(f"{self.request_id}: {action} on a sequence that is {self._state.value}")
-
-    def _may_claim(self, tail: Block) -> bool:
-        """Whether a partially matched block can be overwritten: nobody else holds it, and no block continues it."""
-        if self._manager.settings.copy_on_partial_reuse or tail.users > 1:
-            return False
-        return tail.node is not None and not tail.node.children
-
-    def _take_tails(self, claimed: list[Block]) -> bool:
-        """Append a private block with the tokens of each partially matched one; False: one of these was damaged."""
-        block_number = self.num_blocks
-        priorities, durations_s = self._priorities(block_number, block_number + 1)
-        copies: list[tuple[GroupView, Block]] = []
-        for view in self.views:
-            if view.tail is None or view.tail in claimed:
-                continue
-            [copy] = self._tiers.take(view.group, priorities, durations_s)
-            copies.append((view, copy))
-            if not self._tiers.duplicate(view.tail, copy):
-                for _, block in copies:
-                    self._usage.unlock(block)
-                return False
-        for view, copy in copies:
-            assert view.tail is not None
-            self._usage.unhold(view.tail)
-            view.append([copy])
-            view.tail = None
-        for view in self.views:
-            if view.tail is not None:
-                self._index.claim(view.tail)
-                self._index.set_priority(view.tail, int(priorities[0]), float(durations_s[0]))
-                view.append([view.tail])
-                view.tail = None
-        return True
 
     def _retain_reused(self) -> None:
         """Shared blocks take the priority of this request where one of its ranges touches them, else keep theirs."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvmesh.cache.settings import DEFAULT_OFFLOAD_MIN_PRIORITY
 from kvmesh.config import KvCacheConfig
 from kvmesh.config.errors import ConfigError, warn_config
 
-__all__ = ["DEFAULT_OFFLOAD_MIN_PRIORITY", "V1Settings"]
-
-DEFAULT_OFFLOAD_MIN_PRIORITY = 30
+__all__ = ["V1Settings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +19,7 @@ class V1Settings:
     enable_block_reuse: bool = True
     enable_partial_reuse: bool = True
     copy_on_partial_reuse: bool = True
-    offload_min_priority: int = DEFAULT_OFFLOAD_MIN_PRIORITY
+    cold_tier_offload_min_priority: int = DEFAULT_OFFLOAD_MIN_PRIORITY
 
     @classmethod
     def from_config(cls, config: KvCacheConfig) -> V1Settings:
@@ -39,7 +38,7 @@ class V1Settings:
             enable_block_reuse=config.enable_block_reuse,
             enable_partial_reuse=config.enable_partial_reuse,
             copy_on_partial_reuse=config.copy_on_partial_reuse,
-            offload_min_priority=DEFAULT_OFFLOAD_MIN_PRIORITY if minimum is None else minimum,
+            cold_tier_offload_min_priority=DEFAULT_OFFLOAD_MIN_PRIORITY if minimum is None else minimum,
         )
 
 

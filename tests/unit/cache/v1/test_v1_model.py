@@ -268,7 +268,8 @@ class V1Machine(RuleBasedStateMachine):
     def accounting_is_exact(self) -> None:
         self.manager.check_integrity()
         stats = self.manager.stats()
-        assert stats.free + stats.evictable + stats.held + stats.locked + stats.quarantined == stats.total
+        used = stats.held + stats.locked + stats.pinned + stats.quarantined
+        assert stats.free + stats.evictable + used == stats.total
         assert stats.open_sequences == len(self.open)
         sink = self.small.sink
         for group, tree in enumerate(self.manager.index.trees):

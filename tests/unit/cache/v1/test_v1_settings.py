@@ -22,7 +22,10 @@ def config(**fields: Any) -> KvCacheConfig:
 def test_defaults() -> None:
     """§2 cold_tier_offload_min_priority: None is effectively 30."""
     assert V1Settings.from_config(config()) == V1Settings(
-        enable_block_reuse=True, enable_partial_reuse=True, copy_on_partial_reuse=True, offload_min_priority=30
+        enable_block_reuse=True,
+        enable_partial_reuse=True,
+        copy_on_partial_reuse=True,
+        cold_tier_offload_min_priority=30,
     )
 
 
@@ -36,7 +39,10 @@ def test_every_field_is_taken() -> None:
         )
     )
     assert settings == V1Settings(
-        enable_block_reuse=False, enable_partial_reuse=False, copy_on_partial_reuse=False, offload_min_priority=0
+        enable_block_reuse=False,
+        enable_partial_reuse=False,
+        copy_on_partial_reuse=False,
+        cold_tier_offload_min_priority=0,
     )
 
 

@@ -42,7 +42,7 @@ def test_priority_30_is_offloaded_and_29_removed(make_cache: Make) -> None:
 
 
 def test_a_stated_threshold(make_cache: Make) -> None:
-    cache = make_cache(2, host=2, offload_min_priority=36)
+    cache = make_cache(2, host=2, cold_tier_offload_min_priority=36)
     cache.serve([1] * 4)
     cache.serve([2] * 4, retention=retain(36))
     fill(cache, 2)
