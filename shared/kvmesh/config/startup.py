@@ -9,7 +9,7 @@ from kvmesh.config.event_ports import event_port_problems
 from kvmesh.config.kv_cache import KvCacheConfig
 from kvmesh.config.mesh import MeshSettings
 from kvmesh.config.service import ServiceSettings
-from kvmesh.config.support import NO_EFFECT, PARTIAL, unsupported_fields
+from kvmesh.config.support import NO_EFFECT, PARTIAL, V1_ONLY, unsupported_fields
 from kvmesh.config.worker import WorkerSettings
 
 __all__ = ["refuse_impossible", "refuse_unsupported", "settings_without_effect"]
@@ -80,6 +80,9 @@ def settings_without_effect(settings: WorkerSettings) -> list[str]:
             value = config.__dict__[name]  # past the descriptors of deprecated fields, which warn
             if value != type(config).model_fields[name].default:
                 notes.append(f"{prefix}{name}={value!r}")
+    cache = settings.kv_cache_config
+    if cache.use_kv_cache_manager_v2 is True and not getattr(cache, V1_ONLY):
+        notes.append(f"kv_cache_config.{V1_ONLY}=False (V2 always copies)")
     return notes
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "DEFAULT_ONLY",
     "NO_EFFECT",
     "PARTIAL",
+    "V1_ONLY",
     "Partial",
     "state_of",
     "unsupported_fields",
@@ -44,13 +45,14 @@ NO_EFFECT: Mapping[type[BaseModel], Mapping[str, str]] = {
     KvCacheConfig: {
         "sink_token_length": "",
         "use_uvm": "",
-        "disk_cache_path": "",
-        "copy_on_partial_reuse": "with V2, which always copies",
     },
     CacheTransceiverConfig: {"max_tokens_in_buffer": ""},
     WorkerSettings: {"tensor_parallel_size": "", "pipeline_parallel_size": "", "context_parallel_size": ""},
 }
 """Accepted with any value, without effect; with a reason where there is more to say."""
+
+V1_ONLY = "copy_on_partial_reuse"
+"""The field of ``KvCacheConfig`` that V2 has no use for: it always copies."""
 
 ALIASES: Mapping[type[BaseModel], Mapping[str, str]] = {
     KvCacheConfig: {
@@ -64,16 +66,11 @@ ALIASES: Mapping[type[BaseModel], Mapping[str, str]] = {
 DEFAULT_ONLY: Mapping[type[BaseModel], frozenset[str]] = {
     KvCacheConfig: frozenset(
         {
-            "cold_tier_offload_min_priority",
             "mixed_precision_first_n", "mixed_precision_last_n", "mamba_ssm_cache_dtype",
-            "mamba_ssm_stochastic_rounding", "mamba_ssm_philox_rounds", "enable_swa_scratch_reuse",
-            "enable_kv_pool_rebalance", "disk_prefetch_num_reqs", "pool_ratio",
-            "avg_seq_len", "cross_kv_cache_fraction",
+            "mamba_ssm_stochastic_rounding", "mamba_ssm_philox_rounds", "cross_kv_cache_fraction",
         }
     ),
-    BlockReuseConfig: frozenset({"max_num_turns", "swa_endpoint_rewind_tokens", "enable_branch_snapshot"}),
     MambaStateConfig: frozenset(MambaStateConfig.model_fields) - ALIASES[MambaStateConfig].keys(),
-    KvPoolRebalanceConfig: frozenset(KvPoolRebalanceConfig.model_fields),
     CacheTransceiverConfig: frozenset({"kv_cache_bounce_size_mb", "enable_pipelined_transfer"}),
 }  # fmt: skip
 """Accepted by the class, refused at start unless left at the default: the behaviour is not built yet."""
@@ -84,11 +81,7 @@ OWN_DTYPE_ONLY = "auto, and the data type that the model is served in"
 PARTIAL: Mapping[type[BaseModel], Mapping[str, Partial]] = {
     KvCacheConfig: {
         "dtype": Partial(OWN_DTYPE_ONLY, lambda dtype: dtype in ("auto", "float32", "float16", "bfloat16")),
-        "host_cache_size": _one_of(None, 0),
-        "disk_cache_size": _one_of(None, 0),
-        "use_kv_cache_manager_v2": _one_of(True),
     },
-    BlockReuseConfig: {"policy": _one_of("all_reusable", "per_request")},
     CacheTransceiverConfig: {
         "backend": _one_of(None, "DEFAULT", "NIXL"),
         "transceiver_runtime": _one_of("PYTHON", "auto"),
@@ -121,6 +114,8 @@ def state_of(kind: type[BaseModel], name: str) -> str:
         return f"deprecated alias of `{ALIASES[kind][name]}`"
     if (reason := NO_EFFECT.get(kind, {}).get(name)) is not None:
         return f"accepted without effect {reason}".rstrip()
+    if kind is KvCacheConfig and name == V1_ONLY:
+        return "implemented in V1; V2 always copies"
     if name in DEFAULT_ONLY.get(kind, ()):
         return "not supported yet: default only"
     if isinstance(kind.model_fields[name].get_default(call_default_factory=True), BaseModel):

@@ -210,7 +210,8 @@ async def test_an_error_in_the_block_comes_out_as_it_is(settings: WorkerSettings
     [
         ({"model": "/nowhere/at/all"}, "There is no model"),
         ({"max_seq_len": 1000}, "exceeds the 512 tokens"),
-        ({"kv_cache_config": KvCacheConfig(host_cache_size=1 << 20)}, "not supported yet"),
+        ({"kv_cache_config": KvCacheConfig(mamba_ssm_philox_rounds=7)}, "not supported yet"),
+        ({"kv_cache_config": KvCacheConfig(host_cache_size=1)}, "host tier of 1 bytes"),
         ({"kv_cache_config": KvCacheConfig(max_gpu_total_bytes=10)}, "no room for one block"),
         ({"cache_transceiver_config": CacheTransceiverConfig(backend="DEFAULT")}, "cluster secret"),
     ],

@@ -29,9 +29,10 @@ def test_states() -> None:
     for line in (
         "| `enable_block_reuse` | `bool` | `true` |  | implemented |",
         "| `use_uvm` | `bool` | `false` |  | accepted without effect |",
-        "| `pool_ratio` | `list[float] \\| None` | `null` | not empty | not supported yet: default only |",
+        "| `pool_ratio` | `list[float] \\| None` | `null` | not empty | implemented |",
+        "| `mamba_ssm_philox_rounds` | `int` | `10` | >= 1 | not supported yet: default only |",
         "| `dtype` | `str` | `'auto'` |  | implemented for auto, and the data type that the model is served in |",
-        "| `copy_on_partial_reuse` | `bool` | `true` |  | accepted without effect with V2, which always copies |",
+        "| `copy_on_partial_reuse` | `bool` | `true` |  | implemented in V1; V2 always copies |",
         "| `secondary_offload_min_priority` | `int \\| None` | `null` |  | deprecated alias of",
     ):
         assert line in page
