@@ -32,9 +32,9 @@ class Moved(NamedTuple):
     """What a move did."""
 
     checksums: NDArray[np.uint64]
-    """XXH3-64 of the bytes that were moved, ``[n]``."""
+    """XXH3-64 of what is in each destination now, ``[n]``."""
     read: NDArray[np.bool_]
-    """Which pages could be read at all, ``[n]``; the others' checksums and destinations mean nothing."""
+    """Which pages could be read at all, ``[n]``; in the others' destinations is something else."""
 
 
 def move_pages(

@@ -120,10 +120,10 @@ class Storage:
             self._sums[dst_level - 1][pool][dst] = moved.checksums
             return moved.read
         expected = self._sums[src_level - 1][pool][src]
-        if dst_level > 0:
-            # Also where the page is damaged: then it does not match there either.
-            self._sums[dst_level - 1][pool][dst] = expected
         intact: NDArray[np.bool_] = moved.read & (moved.checksums == expected)
+        if dst_level > 0:
+            # A lost page stays lost: what is in its place now matches no checksum, not even if it is the page.
+            self._sums[dst_level - 1][pool][dst] = np.where(intact, expected, ~moved.checksums)
         return intact
 
     def resize(self, level: int, pool: int, num_pages: int) -> None:

@@ -72,6 +72,17 @@ class TestDamage:
         assert storage.move(0, 0, slots(7), 2, slots(7)).all()
         assert storage.move(0, 2, EVERY, 1, EVERY).tolist() == [True] * 3 + [False] * 4 + [True]
 
+    def test_a_lost_page_is_not_found_again_where_it_lay(self, make_storage: MakeStorage, tmp_path: Path) -> None:
+        """The host slot that a truncated page is read into still has the page's bytes."""
+        storage = make_storage()
+        fill(storage)
+        storage.move(0, 0, slots(0), 1, slots(3))
+        storage.move(0, 1, slots(3), 2, slots(0))
+        os.truncate(file_of_pool_0(tmp_path), 0)
+        assert storage.move(0, 2, slots(0), 1, slots(3)).tolist() == [False]
+        assert storage.move(0, 1, slots(3), 1, slots(4)).tolist() == [False]
+        assert storage.move(0, 1, slots(4), 0, slots(1)).tolist() == [False]
+
     def test_a_deleted_file_holds_nothing_and_takes_nothing(self, make_storage: MakeStorage, tmp_path: Path) -> None:
         storage = make_storage()
         fill(storage)
