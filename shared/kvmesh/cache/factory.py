@@ -14,7 +14,7 @@ from kvmesh.cache.settings import CacheSettings
 from kvmesh.cache.sizing import LevelPlan, device_reserve_pages, plan_levels
 from kvmesh.cache.storage import Storage
 from kvmesh.cache.storage.probe import available_host_bytes, memlock_limit_bytes
-from kvmesh.cache.v1 import V1CacheManager, V1Settings
+from kvmesh.cache.v1 import V1CacheManager, V1Settings, ignored_by_v1
 from kvmesh.config import KvCacheConfig
 from kvmesh.net.clock import Clock
 from kvmesh.telemetry import get_logger
@@ -56,6 +56,7 @@ def create_manager(
         max_num_tokens: tokens of a step.
 
     Raises:
+        ConfigError: V1 is asked for what only V2 has.
         SizingError: the limits leave no room.
         DeviceMemoryError: the device has too little memory, or cannot reserve addresses for the pool rebalance.
         TierFailedError: a cold tier cannot be made.
@@ -76,6 +77,8 @@ def create_manager(
     _log.info("cache tiers", **{tier: list(pages) for tier, pages in zip(plan.tiers, plan.num_pages, strict=True)})
     if config.use_kv_cache_manager_v2 is False:
         settings = V1Settings.from_config(config)
+        for note in ignored_by_v1(config):
+            _log.warning("cache settings", note=note)
         storage = Storage(layout, plan.num_pages, plan.tiers, device)
         return V1CacheManager(layout, storage, plan.num_pages, plan.tiers, settings, event_sink=event_sink, clock=clock)
     rebalance = config.enable_kv_pool_rebalance and len(layout.pools) > 1

@@ -178,6 +178,7 @@ class BlockIndex:
     def damage(self, block: Block) -> None:
         """What ``block`` held is lost: it is no hit any more for anybody."""
         self._counters.damaged_pages += 1
+        self._usage.flows.add("damaged", block.level, block.group, 1)
         block.damaged = True
         if block.node is not None:
             self.drop(block)

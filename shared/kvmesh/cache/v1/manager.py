@@ -154,6 +154,7 @@ class V1CacheManager:
         )
         self._sequences.add(sequence)
         self._count_creation(found.num_tokens, len(token_ids))
+        self._count_reuse(sequence)
         return sequence
 
     def prefetch(
@@ -214,6 +215,7 @@ class V1CacheManager:
             cached_blocks=max(self.index.num_offered),
             pools=pools,
             counters=replace(self.counters),
+            flows=self.usage.flows.snapshot(),
         )
 
     def level_stats(self) -> list[LevelStats]:
@@ -289,6 +291,14 @@ class V1CacheManager:
         counters.reused_full_blocks += full
         counters.reused_partial_blocks += partial > 0
         counters.missed_blocks += self.layout.num_blocks(prompt_length) - full - (partial > 0)
+
+    def _count_reuse(self, sequence: V1Sequence) -> None:
+        flows = self.usage.flows
+        for view in sequence.views:
+            for block in view.live():
+                flows.add("reused_full", block.level, block.group, 1)
+            if view.tail is not None:
+                flows.add("reused_partial", view.tail.level, view.tail.group, 1)
 
 
 def _page_counts(use: LevelUse) -> PageCounts:

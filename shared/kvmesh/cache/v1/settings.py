@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from kvmesh.cache.settings import DEFAULT_OFFLOAD_MIN_PRIORITY
 from kvmesh.config import KvCacheConfig
-from kvmesh.config.errors import ConfigError, warn_config
+from kvmesh.config.errors import ConfigError
 
-__all__ = ["V1Settings"]
+__all__ = ["V1Settings", "ignored_by_v1"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class V1Settings:
 
     @classmethod
     def from_config(cls, config: KvCacheConfig) -> V1Settings:
-        """Take the settings from the public configuration, and warn of those that V1 does without.
+        """Take the settings from the public configuration.
 
         Raises:
             ConfigError: it asks for what only V2 has; one message names everything.
@@ -31,8 +31,6 @@ class V1Settings:
         problems = list(_v2_only(config))
         if problems:
             raise ConfigError(f"only KV cache manager V2 has: {'; '.join(problems)}; set use_kv_cache_manager_v2: true")
-        for ignored in _ignored(config):
-            warn_config(ignored)
         minimum = config.cold_tier_offload_min_priority
         return cls(
             enable_block_reuse=config.enable_block_reuse,
@@ -63,12 +61,12 @@ def _v2_only(config: KvCacheConfig) -> Iterator[str]:
         yield "additional snapshot offsets in mamba_state_config"
 
 
-def _ignored(config: KvCacheConfig) -> Iterator[str]:
-    """Every setting that changes nothing with V1, in words for who set it."""
+def ignored_by_v1(config: KvCacheConfig) -> list[str]:
+    """Settings that change nothing with V1, in words for who set them; event hashes have a warning of their own."""
     manager = "with KV cache manager V1"
-    if config.kv_cache_event_hash_algo in ("v2_sha256", "v2_sha256_64"):
-        yield f"kv_cache_event_hash_algo {config.kv_cache_event_hash_algo} has no effect {manager}: it is v1_block_key"
+    notes: list[str] = []
     if config.disk_prefetch_num_reqs:
-        yield f"disk_prefetch_num_reqs has no effect {manager}: it has no disk tier"
+        notes.append(f"disk_prefetch_num_reqs has no effect {manager}: it has no disk tier")
     if config.max_util_for_resume != KvCacheConfig.model_fields["max_util_for_resume"].default:
-        yield f"max_util_for_resume has no effect {manager}: its sequences are not suspended"
+        notes.append(f"max_util_for_resume holds no sequence back {manager}")
+    return notes

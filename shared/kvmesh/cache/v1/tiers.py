@@ -115,6 +115,7 @@ class BlockTiers:
         for block, target, good in zip(blocks, targets, intact, strict=True):
             if good:
                 self._index.relocate(block, DEVICE, int(target))
+                self._usage.flows.add("onboarded", HOST, block.group, 1)
             else:
                 free.put(np.array([target], dtype=np.int32))
                 self._index.damage(block)
@@ -133,12 +134,19 @@ class BlockTiers:
             before = len(device.free)
             host_slot = self._host_slot(pool) if block.priority >= self._offload_min_priority else None
             if host_slot is None:
-                self._counters.dropped_pages += self._index.drop(block)
+                self._drop(block)
             else:
                 leaving.append((block, block.slot))
                 self._index.relocate(block, HOST, host_slot)
             self._counters.evicted_pages += len(device.free) - before
         self._offload(pool, leaving)
+
+    def _drop(self, block: Block) -> None:
+        """Give up a reusable block, and what continues it."""
+        level = block.level
+        count = self._index.drop(block)
+        self._counters.dropped_pages += count
+        self._usage.flows.add("dropped", level, block.group, count)
 
     def _host_slot(self, pool: int) -> int | None:
         """A free slot of the host pool, by eviction there if need be; None: there is none to be had."""
@@ -149,7 +157,7 @@ class BlockTiers:
             block = host.queue.pop()
             if block is None:
                 return None
-            self._counters.dropped_pages += self._index.drop(block)
+            self._drop(block)
         return int(host.free.take(1)[0])
 
     def _offload(self, pool: int, leaving: list[tuple[Block, int]]) -> None:
@@ -166,9 +174,11 @@ class BlockTiers:
             intact = self._memory.move(pool, DEVICE, sources, HOST, slots_of(blocks))
         except TierFailedError:
             intact = np.zeros(len(blocks), dtype=np.bool_)
-        for block in (block for block, good in zip(blocks, intact, strict=True) if not good):
-            if block.node is not None:
-                self._counters.dropped_pages += self._index.drop(block)
+        for block, good in zip(blocks, intact, strict=True):
+            if good:
+                self._usage.flows.add("offloaded", HOST, block.group, 1)
+            elif block.node is not None:
+                self._drop(block)
         count = int(np.count_nonzero(intact))
         self._counters.offloaded_pages += count
         self._counters.offloaded_bytes += count * self._layout.pools[pool].page_bytes

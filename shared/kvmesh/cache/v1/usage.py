@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmesh.cache.errors import CacheIntegrityError
+from kvmesh.cache.flows import PageFlows
 from kvmesh.cache.freelist import FreeList
 from kvmesh.cache.layout import PageLayout
 from kvmesh.cache.v1.block import DEVICE, Block, BlockState
@@ -64,6 +65,8 @@ class BlockUsage:
         self.pools = [[LevelUse(counts[pool]) for counts in num_pages] for pool in range(len(layout.pools))]
         """``pools[pool][level]``."""
         self.num_levels = len(num_pages)
+        self.flows = PageFlows(len(num_pages), len(layout.groups))
+        """What happened to blocks, by level and layer group."""
         self.quarantined = 0
         """Blocks that may still be written, over all pools; commits look only when there are any."""
         self._now_s = now_s

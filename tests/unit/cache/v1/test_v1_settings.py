@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvmesh.cache.v1 import V1Settings
+from kvmesh.cache.v1 import V1Settings, ignored_by_v1
 from kvmesh.config import KvCacheConfig
-from kvmesh.config.errors import ConfigError, ConfigWarning
+from kvmesh.config.errors import ConfigError
 
 V1 = {"use_kv_cache_manager_v2": False}
 
@@ -95,23 +94,10 @@ def test_one_message_names_everything() -> None:
         V1Settings.from_config(config(enable_swa_scratch_reuse=True, enable_kv_pool_rebalance=True))
 
 
-IGNORED: list[dict[str, Any]] = [
-    {"kv_cache_event_hash_algo": "v2_sha256"},
-    {"kv_cache_event_hash_algo": "v2_sha256_64"},
-    {"disk_prefetch_num_reqs": 1},
-    {"max_util_for_resume": 0.5},
-]
-
-
-@pytest.mark.parametrize("fields", IGNORED, ids=str)
-def test_what_has_no_effect_is_warned_of(fields: dict[str, Any]) -> None:
-    """§2 kv_cache_event_hash_algo: V1 ignores explicit V2 choices with a warning."""
-    with pytest.warns(ConfigWarning, match=next(iter(fields))):
-        assert V1Settings.from_config(config(**fields)) == V1Settings()
-
-
-@pytest.mark.parametrize("algo", ["auto", "v1_block_key"])
-def test_v1s_own_hash_is_no_matter_for_a_warning(algo: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        V1Settings.from_config(config(kv_cache_event_hash_algo=algo))
+@pytest.mark.parametrize("name", ["disk_prefetch_num_reqs", "max_util_for_resume"])
+def test_what_has_no_effect_is_named(name: str) -> None:
+    settings = config(**{name: 0.5 if name == "max_util_for_resume" else 1})
+    assert V1Settings.from_config(settings) == V1Settings()
+    [note] = ignored_by_v1(settings)
+    assert note.startswith(name)
+    assert ignored_by_v1(config()) == []
