@@ -52,6 +52,10 @@ class GroupBlocks:
         """Page of every block, ``NO_PAGE`` where there is none (a view)."""
         return self._pages[: self.count]
 
+    def between(self, begin: int, end: int) -> Pages:
+        """Pages of the blocks ``begin .. end - 1``, ``NO_PAGE`` where there is none (a view)."""
+        return self._pages[begin:end]
+
     def active(self, begin: int = 0) -> Pages:
         """Pages of the active blocks, from block ``begin`` on."""
         return self._there(self._pages[max(begin, self.stale) : self.count])

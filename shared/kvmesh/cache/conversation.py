@@ -2,7 +2,7 @@
 
 When a turn is over, its committed blocks become a drop plan. Once more than ``max_num_turns`` plans are queued, the
 oldest is applied: of its blocks, those go that no newer turn needs. A full-attention group needs all blocks of a turn,
-a windowed one only those in the window at the turn's end.
+a windowed one only those in the window at the turn's end, a state group the last snapshot.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from typing import NamedTuple
 
+from kvmesh.cache.layout import LayerGroupLayout
 from kvmesh.cache.pages import NO_PAGE
 from kvmesh.cache.store import BlockStore
 from kvmesh.cache.windows import first_live_block
@@ -60,13 +61,20 @@ class Conversations:
         for group, layout in enumerate(self._store.layout.groups):
             needed: set[bytes] = set()
             for turn in newer:
-                begin = 0 if layout.window is None else first_live_block(turn.length, size, layout.window)
+                if layout.kind == "state":
+                    begin = len(turn.keys) - 1
+                else:
+                    begin = 0 if layout.window is None else first_live_block(turn.length, size, layout.window)
                 needed.update(turn.keys[begin:])
             table = self._store.group_tables[group]
             for key in reversed(oldest.keys):
                 node = None if key in needed else tree.find(key)
-                if node is None or (layout.window is None and tree.num_children(node)):
+                if node is None or (self._needs_all(layout) and tree.num_children(node)):
                     continue  # Somebody else's blocks continue it.
                 page = tree.pages(group)[[node]]
                 if page[0] != NO_PAGE and table.unused(page)[0]:
                     self._store.drop_pages(layout.pool, page)
+
+    @staticmethod
+    def _needs_all(layout: LayerGroupLayout) -> bool:
+        return layout.kind == "attention" and layout.window is None

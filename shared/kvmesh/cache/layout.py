@@ -6,7 +6,8 @@ Groups whose pages have the same size share one pool; a pool is an array of equa
 buffers of all layers of one group for ``tokens_per_block`` consecutive tokens.
 
 Inside a page every layer has its K buffer, then its V buffer, each a contiguous
-``[num_kv_heads, tokens_per_block, head_dim]``, 64-byte aligned.
+``[num_kv_heads, tokens_per_block, head_dim]``, 64-byte aligned. A page of a state group holds the recurrent state of
+all its layers after some number of tokens: a sequence has one, and the tree keeps snapshots.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ BUFFER_ALIGNMENT = 64
 """A cache line, and the widest vector load of the kernels."""
 
 CacheKind = Literal["attention", "mla", "cross", "state"]
+Role = Literal["k", "v", "state"]
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -66,6 +68,8 @@ class LayerCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     window: int | None = None
     """Attention window in tokens, None for full attention."""
+    state_bytes: int | None = None
+    """Kind ``state`` only: bytes of the layer's recurrent state; heads, head_dim and dtype then say nothing."""
 
 
 class CacheRequirements(msgspec.Struct, frozen=True):
@@ -75,9 +79,9 @@ class CacheRequirements(msgspec.Struct, frozen=True):
 
 
 class BufferSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One contiguous ``[num_kv_heads, tokens_per_block, head_dim]`` buffer inside a page."""
+    """One contiguous ``[num_kv_heads, tokens_per_block, head_dim]`` buffer inside a page, or one layer's state."""
 
-    role: Literal["k", "v"]
+    role: Role
     layer: int
     offset_bytes: int
     """From the start of the page."""
@@ -99,7 +103,7 @@ class LayerGroupLayout(msgspec.Struct, frozen=True, kw_only=True):
     page_bytes: int
     buffers: tuple[BufferSpec, ...]
 
-    def buffer(self, layer: int, role: Literal["k", "v"]) -> BufferSpec:
+    def buffer(self, layer: int, role: Role) -> BufferSpec:
         """The buffer of ``layer`` with ``role``.
 
         Raises:
@@ -213,6 +217,10 @@ def _check_layer(layer: LayerCacheSpec, seen: set[int]) -> None:
     if layer.layer_index in seen:
         raise LayoutError(f"layer {layer.layer_index} states its cache twice")
     seen.add(layer.layer_index)
+    if layer.kind == "state":
+        if not layer.state_bytes or layer.state_bytes < 1 or layer.window is not None:
+            raise LayoutError(f"layer {layer.layer_index}: a state has a positive size and no window")
+        return
     if layer.kind != "attention":
         raise LayoutError(f"not supported yet: cache kind {layer.kind!r} (layer {layer.layer_index})")
     if layer.num_kv_heads < 1 or layer.head_dim < 1 or (layer.window is not None and layer.window < 1):
@@ -222,9 +230,13 @@ def _check_layer(layer: LayerCacheSpec, seen: set[int]) -> None:
 def _place_buffers(layers: list[LayerCacheSpec], tokens_per_block: int) -> tuple[tuple[BufferSpec, ...], int]:
     buffers: list[BufferSpec] = []
     offset = 0
-    roles: tuple[Literal["k", "v"], ...] = ("k", "v")
     for layer in layers:
-        nbytes = layer.num_kv_heads * tokens_per_block * layer.head_dim * dtype_bytes(layer.dtype)
+        roles: tuple[Role, ...] = ("k", "v")
+        if layer.kind == "state":
+            assert layer.state_bytes is not None
+            roles, nbytes = ("state",), layer.state_bytes
+        else:
+            nbytes = layer.num_kv_heads * tokens_per_block * layer.head_dim * dtype_bytes(layer.dtype)
         for role in roles:
             buffers.append(
                 BufferSpec(
@@ -242,6 +254,8 @@ def _place_buffers(layers: list[LayerCacheSpec], tokens_per_block: int) -> tuple
 
 
 def _shapes(group: LayerGroupLayout) -> str:
+    if group.kind == "state":
+        return "states of " + " + ".join(f"{buffer.nbytes}" for buffer in group.buffers) + " bytes"
     shapes = dict.fromkeys(
         f"{buffer.num_kv_heads} KV heads x {buffer.head_dim} {buffer.dtype}" for buffer in group.buffers
     )
