@@ -9,12 +9,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kvmesh.protocol.cache_report import PIN_AGE_BOUNDS_S, CacheReport, GroupReport, TierReport
+from kvmesh.protocol.cache_report import PIN_AGE_BOUNDS_S, CacheReport, GroupFlows, GroupReport, TierReport
 
 __all__ = ["bar_cells", "cache_block", "hits", "moves", "pins"]
 
 BAR_CELLS = 20
 _STATES = ("locked", "pinned", "held", "evictable")
+_MOVES = ("offloaded", "onboarded", "dropped", "damaged")
+_NOTHING = [0] * (2 + len(_MOVES))
 
 
 def cache_block(name: str, about: str, report: CacheReport) -> RenderableType:
@@ -22,18 +24,13 @@ def cache_block(name: str, about: str, report: CacheReport) -> RenderableType:
     heading = Text.assemble((name, "bold"), "  ", (about, "dim"))
     if not report.tiers:
         return Group(heading, Text("  no figures yet", "dim"))
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("tier", no_wrap=True)
-    table.add_column("in use, evictable, free", no_wrap=True)
-    for column in (*_STATES, "free", "pages"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for tier in report.tiers:
-        for row in _rows(tier):
-            table.add_row(*row)
+    tables = [_pages(report.tiers)]
+    if any(_counts(flow) != _NOTHING for flow in report.flows):
+        tables.append(_since_start(report))
     notes = [line for line in (hits(report.counters), moves(report.counters), pins(report)) if line]
     if damaged := report.counters.get("damaged_pages", 0):
         notes.append(f"[bold red]{damaged} damaged pages of a cold tier, each computed again[/]")
-    return Group(heading, Padding(Group(table, *(Text.from_markup(line) for line in notes)), (0, 0, 0, 2)))
+    return Group(heading, Padding(Group(*tables, *(Text.from_markup(line) for line in notes)), (0, 0, 0, 2)))
 
 
 def hits(counters: Mapping[str, int]) -> str:
@@ -71,6 +68,40 @@ def bar_cells(used: int, evictable: int, total: int, cells: int = BAR_CELLS) -> 
     largest = amounts.index(max(amounts))
     shares[largest] += cells - sum(shares)
     return shares[0], shares[1], shares[2]
+
+
+def _pages(tiers: Iterable[TierReport]) -> Table:
+    table = _table(2, "tier", "in use, evictable, free", *_STATES, "free", "pages")
+    for tier in tiers:
+        for row in _rows(tier):
+            table.add_row(*row)
+    return table
+
+
+def _since_start(report: CacheReport) -> Table:
+    """Hits and moves by tier, and by layer group where there are several."""
+    table = _table(1, "pages since start", "hits", "partial", *_MOVES)
+    for tier in report.tiers:
+        flows = [flow for flow in report.flows if flow.tier == tier.tier]
+        sums = [sum(column) for column in zip(*map(_counts, flows), strict=True)] or _NOTHING
+        table.add_row(tier.tier, *map(str, sums))
+        if len(flows) > 1:
+            for group, flow in zip(tier.groups, flows, strict=False):
+                counts = (Text(str(count), "dim") for count in _counts(flow))
+                table.add_row(Text(f"  {_group_name(group)}", "dim"), *counts)
+    return table
+
+
+def _counts(flow: GroupFlows) -> list[int]:
+    return [flow.reused_full, flow.reused_partial, *(getattr(flow, name) for name in _MOVES)]
+
+
+def _table(names: int, *headings: str) -> Table:
+    """The first ``names`` columns are names, the others numbers."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for index, heading in enumerate(headings):
+        table.add_column(heading, no_wrap=True, justify="left" if index < names else "right")
+    return table
 
 
 def _rows(tier: TierReport) -> Iterable[tuple[RenderableType, ...]]:

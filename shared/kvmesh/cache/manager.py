@@ -276,6 +276,7 @@ class KvCacheManager:
             cached_blocks=self.store.num_blocks,
             pools=pools,
             counters=replace(self.store.counters),
+            flows=self.store.flows.snapshot(),
         )
 
     def level_stats(self) -> list[LevelStats]:
@@ -368,5 +369,19 @@ class KvCacheManager:
         counters.reused_full_blocks += full
         counters.reused_partial_blocks += partial > 0
         counters.missed_blocks += self.layout.num_blocks(prompt_length) - full - (partial > 0)
+        if cached:
+            self._count_reuse(sequence)
         if self.tuner is not None:
             self.tuner.on_create(cached)
+
+    def _count_reuse(self, sequence: KvCache) -> None:
+        flows = self.store.flows
+        for group, (table, (whole, partial)) in enumerate(
+            zip(self.store.group_tables, sequence.matched_pages(), strict=True)
+        ):
+            if not table.last_level:
+                flows.add("reused_full", DEVICE_LEVEL, group, len(whole))
+                flows.add("reused_partial", DEVICE_LEVEL, group, len(partial))
+            else:
+                flows.note("reused_full", table.level[whole], group)
+                flows.note("reused_partial", table.level[partial], group)

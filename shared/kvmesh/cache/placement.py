@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmesh.cache.errors import TierFailedError
+from kvmesh.cache.flows import PageFlows
 from kvmesh.cache.pages import DEVICE_LEVEL, NO_PAGE, Pages, PageTable
 from kvmesh.cache.stats import CacheCounters
 from kvmesh.cache.storage import Storage
@@ -32,6 +33,7 @@ class Placement:
         page_bytes: by pool.
         min_priority: lowest priority of an unreferenced page that may fall instead of being dropped.
         counters: where moves are counted.
+        flows: where they are counted by level and layer group.
         drop: makes the tree forget pages of a pool, which frees those that nobody needs.
         moved: told of pages of a pool that went from a level to another.
     """
@@ -44,6 +46,7 @@ class Placement:
         *,
         min_priority: int,
         counters: CacheCounters,
+        flows: PageFlows,
         drop: Callable[[int, Pages], None],
         moved: Callable[[int, Pages, int, int], None],
     ) -> None:
@@ -52,6 +55,7 @@ class Placement:
         self._page_bytes = page_bytes
         self._min_priority = min_priority
         self._counters = counters
+        self._flows = flows
         self._drop = drop
         self._moved = moved
         self.usable = [True] * len(tables[0].num_slots)
@@ -96,6 +100,7 @@ class Placement:
             at = np.flatnonzero(sources == source)
             moving = pages[at]
             intact[at] = self._transfer(pool, moving, source, level)
+        self._flows.note("onboarded", sources[intact], table.group[pages[intact]])
         count = int(np.count_nonzero(intact))
         self._counters.onboarded_pages += count
         self._counters.onboarded_bytes += count * self._page_bytes[pool]
@@ -149,6 +154,7 @@ class Placement:
             needed = table.held_mask(pages)
             self._discard(pool, pages[~needed])
             return np.concatenate((stuck, pages[needed]))
+        self._flows.note("offloaded", below, table.group[pages[intact]])
         count = int(np.count_nonzero(intact))
         self._counters.offloaded_pages += count
         self._counters.offloaded_bytes += count * self._page_bytes[pool]
@@ -199,12 +205,14 @@ class Placement:
             table = self._tables[pool]
             pages = pages[table.slot[pages] != NO_PAGE]
             self._counters.dropped_pages += len(pages)
+            self._flows.note("dropped", table.level[pages], table.group[pages])
             self._drop(pool, pages)
 
     def lose(self, pool: int, pages: Pages) -> None:
         """The bytes of ``pages`` are damaged: the tree forgets them, and their users will find out."""
         table = self._tables[pool]
         self._counters.damaged_pages += len(pages)
+        self._flows.note("damaged", table.level[pages], table.group[pages])
         self._drop(pool, pages)
         table.damaged.update(page for page in pages.tolist() if table.slot[page] != NO_PAGE)
 

@@ -31,6 +31,7 @@ _TOKEN_SLACK = 256
 """Room for generated tokens in the first token buffer."""
 
 _NO_RANGE = BlockRange(0, 0)
+_NO_PAGES: Pages = np.empty(0, dtype=np.int32)
 
 
 class SequenceState(Enum):
@@ -107,6 +108,11 @@ class KvCache:
     def state(self) -> SequenceState:
         """Suspended, active or closed."""
         return self._state
+
+    def matched_pages(self) -> list[tuple[Pages, Pages]]:
+        """By layer group, pages found for the prompt: whole blocks, and the one to be copied from. Before a resume."""
+        partial = self._copy_sources or [_NO_PAGES] * len(self._groups)
+        return [(blocks.active(), tail) for blocks, tail in zip(self._groups, partial, strict=True)]
 
     @property
     def lost(self) -> bool:

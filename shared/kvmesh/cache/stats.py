@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvmesh.cache.flows import GroupFlows
 from kvmesh.cache.pages import PageCounts
 
 __all__ = ["CacheCounters", "CacheStats", "GroupPages", "LevelStats"]
@@ -60,6 +61,8 @@ class CacheStats(NamedTuple):
     cached_blocks: int
     pools: tuple[PageCounts, ...]
     counters: CacheCounters
+    flows: tuple[GroupFlows, ...] = ()
+    """By level, then layer group."""
 
 
 class GroupPages(NamedTuple):

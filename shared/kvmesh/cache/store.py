@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvmesh.cache.events import EventSink, StoredBlocks
+from kvmesh.cache.flows import PageFlows
 from kvmesh.cache.layout import PageLayout
 from kvmesh.cache.matching import reusable_length
 from kvmesh.cache.pages import DEVICE_LEVEL, NO_PAGE, Pages, PageTable
@@ -73,12 +74,14 @@ class BlockStore:
         self.group_tables = [self.tables[group.pool] for group in layout.groups]
         self.tree = BlockTree(layout.tokens_per_block, len(layout.groups))
         self.counters = CacheCounters()
+        self.flows = PageFlows(len(num_pages), len(layout.groups))
         self.placement = Placement(
             self.tables,
             storage,
             [pool.page_bytes for pool in layout.pools],
             min_priority=offload_min_priority,
             counters=self.counters,
+            flows=self.flows,
             drop=self.drop_pages,
             moved=self._tell_moved,
         )

@@ -5,13 +5,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from operator import attrgetter
+from operator import attrgetter, sub
 from typing import NamedTuple
 
+from kvmesh.cache.flows import GroupFlows
 from kvmesh.cache.stats import CacheCounters, LevelStats
 from kvmesh.protocol.cache_report import PIN_AGE_BOUNDS_S, GroupReport, TierReport
+from kvmesh.protocol.cache_report import GroupFlows as GroupFlowsReport
 
-__all__ = ["COUNTER_NAMES", "Pin", "counter_values", "counters_of", "pages_by_age", "tiers_of"]
+__all__ = ["COUNTER_NAMES", "Pin", "counter_values", "counters_of", "flows_of", "pages_by_age", "tiers_of"]
 
 COUNTER_NAMES = tuple(field.name for field in fields(CacheCounters))
 
@@ -44,6 +46,25 @@ def tiers_of(levels: Iterable[LevelStats]) -> tuple[TierReport, ...]:
         )
         for level in levels
     )
+
+
+def flows_of(
+    flows: Sequence[GroupFlows], tiers: Sequence[str], before: Sequence[GroupFlows] = ()
+) -> tuple[GroupFlowsReport, ...]:
+    """Flows by the names of their tiers: since start, or since ``before``, without those of nothing.
+
+    Args:
+        flows: of the cache.
+        tiers: names of its levels.
+        before: earlier flows of the same cache.
+    """
+    reports = []
+    for index, flow in enumerate(flows):
+        counts = flow[2:] if not before else tuple(map(sub, flow[2:], before[index][2:]))
+        if not before or any(counts):
+            names = dict(zip(flow._fields[2:], counts, strict=True))
+            reports.append(GroupFlowsReport(tier=tiers[flow.level], group=flow.group, **names))
+    return tuple(reports)
 
 
 def pages_by_age(pins: Iterable[Pin], now_s: float, bounds_s: Sequence[float] = PIN_AGE_BOUNDS_S) -> tuple[int, ...]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import sub
 
+from kvmesh.cache.flows import GroupFlows
 from kvmesh.cache.stats import CacheStats
-from kvmesh.engine.cache_report import COUNTER_NAMES, counter_values
+from kvmesh.engine.cache_report import COUNTER_NAMES, counter_values, flows_of
 from kvmesh.engine.counters import EngineCounters
 from kvmesh.net.clock import Clock
 from kvmesh.protocol.cache_report import IterationRecord, PoolPeaks
@@ -18,11 +20,13 @@ class IterationLog:
 
     Args:
         interval: iterations of one record.
+        tiers: names of the cache's levels.
         clock: for time stamps.
     """
 
-    def __init__(self, interval: int, clock: Clock) -> None:
+    def __init__(self, interval: int, tiers: Sequence[str], clock: Clock) -> None:
         self._interval = interval
+        self._tiers = tiers
         self._clock = clock
         self._iterations = 0
         """Since the last record."""
@@ -30,6 +34,7 @@ class IterationLog:
         self._generated_tokens = 0
         self._before: tuple[int, ...] = (0,) * len(COUNTER_NAMES)
         """Counters at the last record."""
+        self._flows_before: tuple[GroupFlows, ...] = ()
         self._peaks: list[PoolPeaks] = []
         self._records: list[IterationRecord] = []
 
@@ -75,8 +80,14 @@ class IterationLog:
             missed_blocks=missed,
             cache_hit_rate=reused / (reused + missed) if reused + missed else None,
             counters=growth,
+            groups=list(flows_of(cache.flows, self._tiers, self._flows_before or _nothing(cache.flows))),
             pools=self._peaks,
         )
-        self._iterations, self._peaks, self._before = 0, [], now
+        self._iterations, self._peaks, self._before, self._flows_before = 0, [], now, cache.flows
         self._prompt_tokens, self._generated_tokens = engine.prompt_tokens, engine.generated_tokens
         return record
+
+
+def _nothing(flows: Sequence[GroupFlows]) -> list[GroupFlows]:
+    """The flows of a cache before anything happened."""
+    return [GroupFlows(flow.level, flow.group) for flow in flows]

@@ -9,7 +9,7 @@ import msgspec
 from kvmesh.cache.base import CacheManager
 from kvmesh.cache.errors import CacheIntegrityError
 from kvmesh.cache.stats import CacheStats
-from kvmesh.engine.cache_report import Pin, counters_of, pages_by_age, tiers_of
+from kvmesh.engine.cache_report import Pin, counters_of, flows_of, pages_by_age, tiers_of
 from kvmesh.engine.executor import Executor
 from kvmesh.engine.iterations import IterationLog
 from kvmesh.engine.transfers import TransferDesk
@@ -74,7 +74,7 @@ class EngineReporter:
         self._clock = clock
         self._uncollected = 0
         """Iterations that computed since statistics were last collected."""
-        self._iterations = IterationLog(stats_interval, clock)
+        self._iterations = IterationLog(stats_interval, manager.tiers, clock)
         self._tiers: tuple[TierReport, ...] = ()
         self._tiers_of: CacheStats | None = None
         """The state of the cache that the tiers' figures are of."""
@@ -142,8 +142,7 @@ class EngineReporter:
         self._uncollected = 0
         cache = self._manager.stats()
         if cache != self._tiers_of and now_s >= self._next_tiers_s:
-            level_stats = getattr(self._manager, "level_stats", None)
-            self._tiers = () if level_stats is None else tiers_of(level_stats())
+            self._tiers = tiers_of(self._manager.level_stats())
             self._tiers_of = cache
             self._next_tiers_s = now_s + TIERS_INTERVAL_S
         stats = self._statistics(cache)
@@ -193,7 +192,11 @@ class EngineReporter:
             evicted_pages_total=cache.counters.evicted_pages,
             integrity_checks_total=counters.integrity_checks,
             integrity_failures_total=counters.integrity_failures,
-            cache=CacheReport(tiers=self._tiers, counters=counters_of(cache.counters)),
+            cache=CacheReport(
+                tiers=self._tiers,
+                flows=flows_of(cache.flows, self._manager.tiers),
+                counters=counters_of(cache.counters),
+            ),
         )
         if self._desk is not None:
             self._add_transfers(stats, self._desk)

@@ -5,12 +5,10 @@ All host buffers are allocated once and filled in place; a step costs a handful 
 
 from __future__ import annotations
 
-from typing import cast
-
 import numpy as np
 import torch
 
-from kvmesh.cache.base import Scratch, SequenceCache
+from kvmesh.cache.base import Scratch
 from kvmesh.engine.scheduler import Chunk
 from kvmesh.engine.tables import StepPlaces, group_tables, split_tables, with_scratch
 from kvmesh.models.base import CausalLM, ForwardBatch, GroupTables, KvPools
@@ -109,7 +107,8 @@ class BatchRunner:
         found: dict[int, list[tuple[int, Scratch]]] = {}
         for group, num_layers in enumerate(split):
             for row, chunk in enumerate(chunks if num_layers else ()):
-                if (scratch := cast("SequenceCache", chunk.seq.cache).scratch(group)) is not None:
+                assert chunk.seq.cache is not None
+                if (scratch := chunk.seq.cache.scratch(group)) is not None:
                     found.setdefault(group, []).append((row, scratch))
         return found
 

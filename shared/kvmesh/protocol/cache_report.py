@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["PIN_AGE_BOUNDS_S", "CacheReport", "GroupReport", "IterationRecord", "PoolPeaks", "TierReport"]
+__all__ = ["PIN_AGE_BOUNDS_S", "CacheReport", "GroupFlows", "GroupReport", "IterationRecord", "PoolPeaks", "TierReport"]
 
 PIN_AGE_BOUNDS_S = (1.0, 10.0, 60.0)
 """Upper bounds of all age classes of :attr:`CacheReport.pinned_pages_by_age` but the last, which has none."""
@@ -24,6 +24,25 @@ class GroupReport(msgspec.Struct, kw_only=True, frozen=True):
     """Suspended sequences will use them; they may move to a colder tier."""
     evictable: int
     """Nobody uses them: reusable, and the first to go."""
+
+
+class GroupFlows(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """What happened to pages of one layer group on one tier, since start or within a record's iterations."""
+
+    tier: str
+    group: int
+    reused_full: int = 0
+    """Found here for a prompt, whole."""
+    reused_partial: int = 0
+    """Found here for a prompt, and copied for its leading tokens."""
+    offloaded: int = 0
+    """Came here from a warmer tier."""
+    onboarded: int = 0
+    """Left for a warmer tier."""
+    dropped: int = 0
+    """Left for nowhere: nobody needed them."""
+    damaged: int = 0
+    """Were not what had been written here; each became a miss."""
 
 
 class TierReport(msgspec.Struct, kw_only=True, frozen=True):
@@ -46,6 +65,8 @@ class CacheReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A second old at most while anything changes."""
     pinned_pages_by_age: tuple[int, ...] = (0,) * (len(PIN_AGE_BOUNDS_S) + 1)
     """Pages that transfers pin, by how long they have; a page of two transfers counts in both."""
+    flows: tuple[GroupFlows, ...] = ()
+    """Since start, by tier, then layer group."""
     counters: dict[str, int] = {}
     """Since start, by the names of :class:`kvmesh.cache.stats.CacheCounters`."""
 
@@ -76,4 +97,6 @@ class IterationRecord(msgspec.Struct, kw_only=True):
     """``reused / (reused + missed)``; None when no block was asked for."""
     counters: dict[str, int]
     """Growth of the cache's counters, without those that stood still."""
+    groups: list[GroupFlows]
+    """What happened to pages by tier and layer group, without those to which nothing did."""
     pools: list[PoolPeaks]

@@ -39,6 +39,14 @@ _DOCUMENTATION = {
     "dropped_pages": "Unreferenced pages that left the last tier that would have them",
     "damaged_pages": "Pages of a cold tier that were not what had been written; each became a miss",
 }
+_FLOWS = {
+    "reused_full": "Pages of a layer group found on a tier, whole",
+    "reused_partial": "Pages of a layer group found on a tier, and copied for their leading tokens",
+    "offloaded": "Pages of a layer group that came to a tier from a warmer one",
+    "onboarded": "Pages of a layer group that left a tier for a warmer one",
+    "dropped": "Pages of a layer group that left a tier for nowhere",
+    "damaged": "Pages of a layer group on a tier that were not what had been written",
+}
 _REUSED = {"reused_full_blocks": "full", "reused_partial_blocks": "partial"}
 _ELSEWHERE = frozenset({"prompt_tokens", "cached_tokens"})
 """The engine has these already, as it counts them."""
@@ -59,6 +67,7 @@ class CacheCollector(Collector):
         report = self._read()
         if report is not None:
             yield from _tiers(report)
+            yield from _flows(report)
             yield from _counters(report)
 
 
@@ -83,6 +92,14 @@ def _tiers(report: CacheReport) -> Iterable[Metric]:
     for age, count in zip(PIN_AGES, report.pinned_pages_by_age, strict=True):
         pinned.add_metric((age,), count)
     yield from (pages, capacity, free, pinned)
+
+
+def _flows(report: CacheReport) -> Iterable[Metric]:
+    for name, text in _FLOWS.items():
+        family = CounterMetricFamily(f"kvmesh_cache_tier_{name}_pages", text, labels=("tier", "group"))
+        for flow in report.flows:
+            family.add_metric((flow.tier, str(flow.group)), getattr(flow, name))
+        yield family
 
 
 def _counters(report: CacheReport) -> Iterable[Metric]:

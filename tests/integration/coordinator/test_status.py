@@ -15,7 +15,7 @@ from kvmesh.cli.main import main
 from kvmesh.net.client import HttpClient
 from kvmesh.net.http import json_response
 from kvmesh.net.service import Service, serving
-from kvmesh.protocol.cache_report import CacheReport, GroupReport, TierReport
+from kvmesh.protocol.cache_report import CacheReport, GroupFlows, GroupReport, TierReport
 from kvmesh.protocol.events import AllBlocksCleared, EventBatch
 from kvmesh.protocol.members import Load, Member, Registration
 from kvmesh.protocol.transfer import LedgerEvent
@@ -39,6 +39,12 @@ CACHE = CacheReport(
             ),
         ),
         TierReport(level=1, tier="host", total=(50,), free=(50,), groups=()),
+    ),
+    flows=(
+        GroupFlows(tier="gpu", group=0, reused_full=90, reused_partial=2, dropped=7),
+        GroupFlows(tier="gpu", group=1, reused_full=30, reused_partial=1, dropped=8),
+        GroupFlows(tier="host", group=0, reused_full=5, offloaded=44, onboarded=6),
+        GroupFlows(tier="host", group=1),
     ),
     pinned_pages_by_age=(3, 0, 0, 5),
     counters={"reused_full_blocks": 5, "reused_partial_blocks": 1, "missed_blocks": 6, "offloaded_pages": 4,
@@ -96,9 +102,13 @@ async def test_status_shows_members_cache_and_transfers(coordinator, capsys, mon
         "1 damaged pages",
     ):
         assert part in text
-    gpu, host = (next(line for line in text.splitlines() if f" {tier} " in line) for tier in ("gpu", "host"))
-    assert gpu.split()[2:] == ["51", "8", "2", "79", "60", "200"]
-    assert host.split()[2:] == ["0", "0", "0", "0", "50", "50"]
+    (gpu, gpu_since), (host, host_since) = (
+        [line.split() for line in text.splitlines() if f" {tier} " in line] for tier in ("gpu", "host")
+    )
+    assert gpu[2:] == ["51", "8", "2", "79", "60", "200"]
+    assert host[2:] == ["0", "0", "0", "0", "50", "50"]
+    assert gpu_since[1:] == ["120", "3", "0", "0", "15", "0"]
+    assert host_since[1:] == ["5", "0", "44", "6", "0", "0"]
     assert "reason" not in text, "no column without anything in it"
     assert report["members"]["members"][0]["instance_id"] == "context-0"
     assert report["caches"]["context-0"]["counters"]["missed_blocks"] == 6

@@ -67,7 +67,7 @@ def test_tokens_are_those_without_reuse(
     bench.check_idle()
     counters = bench.cache.counters
     assert counters.reused_full_blocks > 20
-    assert counters.reused_partial_blocks > 5
+    assert counters.reused_partial_blocks > 2
     assert counters.offloaded_pages > 20
     assert counters.onboarded_pages > 5
     assert counters.damaged_pages == 0

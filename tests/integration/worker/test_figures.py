@@ -25,9 +25,17 @@ async def metrics(worker: Any) -> dict[str, float]:
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
 
 
+async def evictable(worker: Any) -> bool:
+    """Whether the only tier shows the pages of the one prompt, and nothing else in use."""
+    [gpu] = (await worker.stats())["cache"]["tiers"]
+    [group] = gpu["groups"]
+    in_use = group["locked"] + group["pinned"] + group["held"]
+    return (in_use, group["evictable"], sum(gpu["total"]) - sum(gpu["free"])) == (0, PAGES, PAGES)
+
+
 async def test_the_cache_s_figures(settings_of: Make, serve: Make) -> None:
     """Acceptance 7, §3.10."""
-    async with serve(settings_of("both", iteration_stats_interval=2)) as (worker,):
+    async with serve(settings_of("both", iteration_stats_interval=2, host_cache_size=0)) as (worker,):
         for _ in range(2):
             status, answer = await worker.complete(PROMPT, max_tokens=6, kv_cache_retention_config=RETENTION)
             assert status == 200, answer
@@ -40,7 +48,17 @@ async def test_the_cache_s_figures(settings_of: Make, serve: Make) -> None:
         assert sum(record["reused_blocks"] for record in records) == PAGES
         assert await worker.get("/iteration_stats") == [], "each record is given once"
 
+        with anyio.fail_after(10.0):
+            while not await evictable(worker):  # noqa: ASYNC110 - its figures of tiers are a second old at most
+                await anyio.sleep(0.05)
+        assert [group for record in records for group in record["groups"]] == [
+            {"tier": "gpu", "group": 0, "reused_full": 2, "reused_partial": 1}
+        ]
+
         found = await metrics(worker)
+        assert found['kvmesh_cache_tier_reused_full_pages_total{group="0",tier="gpu"}'] == 2
+        assert found['kvmesh_cache_pages{group="0",state="evictable",tier="gpu"}'] == PAGES
+        assert found['kvmesh_cache_free_pages{pool="0",tier="gpu"}'] > 0
         assert found['kvmesh_cache_reused_blocks_total{match="full"}'] == 2
         assert found['kvmesh_cache_reused_blocks_total{match="partial"}'] == 1
         assert found["kvmesh_cache_missed_blocks_total"] == PAGES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvmesh.cache.stats import CacheCounters
 from kvmesh.engine.cache_report import counters_of
-from kvmesh.protocol.cache_report import CacheReport, GroupReport, TierReport
+from kvmesh.protocol.cache_report import CacheReport, GroupFlows, GroupReport, TierReport
 from kvmesh.telemetry.metrics import Metrics
 from kvmesh.worker.cache_metrics import CacheCollector
 
@@ -21,6 +21,10 @@ REPORT = CacheReport(
             ),
         ),
         TierReport(level=1, tier="host", total=(50, 0), free=(50, 0), groups=()),
+    ),
+    flows=(
+        GroupFlows(tier="gpu", group=1, reused_full=7, dropped=3),
+        GroupFlows(tier="host", group=1, offloaded=12, onboarded=2, damaged=1),
     ),
     pinned_pages_by_age=(4, 0, 1, 2),
     counters=counters_of(
@@ -45,6 +49,15 @@ def test_pages_by_tier_group_and_state() -> None:
     assert found['kvmesh_cache_pages{group="1",state="evictable",tier="gpu"}'] == "36.0"
     assert found['kvmesh_cache_free_pages{pool="1",tier="gpu"}'] == "1.0"
     assert found['kvmesh_cache_capacity_pages{pool="0",tier="host"}'] == "50.0"
+
+
+def test_hits_and_moves_by_tier_and_group() -> None:
+    found = samples(REPORT)
+    assert found['kvmesh_cache_tier_reused_full_pages_total{group="1",tier="gpu"}'] == "7.0"
+    assert found['kvmesh_cache_tier_dropped_pages_total{group="1",tier="gpu"}'] == "3.0"
+    assert found['kvmesh_cache_tier_offloaded_pages_total{group="1",tier="host"}'] == "12.0"
+    assert found['kvmesh_cache_tier_onboarded_pages_total{group="1",tier="host"}'] == "2.0"
+    assert found['kvmesh_cache_tier_damaged_pages_total{group="1",tier="host"}'] == "1.0"
 
 
 def test_pins_by_age() -> None:
