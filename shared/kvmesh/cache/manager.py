@@ -25,6 +25,7 @@ from kvmesh.cache.priorities import PagePriorities
 from kvmesh.cache.rebalance import RebalanceTuner
 from kvmesh.cache.sequence import KvCache, SequenceState
 from kvmesh.cache.settings import CacheSettings
+from kvmesh.cache.snapshots import branch_point, snapshot_points
 from kvmesh.cache.stats import CacheStats, GroupPages, LevelStats
 from kvmesh.cache.storage import Storage
 from kvmesh.cache.store import NO_MATCH, BlockMatch, BlockStore
@@ -79,6 +80,7 @@ class KvCacheManager:
         self.tuner = tuner
         self._sequences: set[KvCache] = set()
         self._leases: set[PageLease] = set()
+        self._has_states = any(group.kind == "state" for group in layout.groups)
         self._conversations = Conversations(self.store, self.settings.max_num_turns)
         self._closed = False
         if event_sink is not None:
@@ -147,6 +149,8 @@ class KvCacheManager:
         keys = self.block_keys(scope, token_ids) if block_keys is None else block_keys
         match = self.find(scope, token_ids, keys) if reuse else NO_MATCH
         settings = self.settings
+        fork = self._fork(keys, len(token_ids)) if reuse else None
+        points = self._snapshot_points(len(token_ids), fork) if reuse else ()
         sequence = KvCache(
             self,
             scope,
@@ -158,7 +162,8 @@ class KvCacheManager:
                 retention, len(token_ids), self.layout.tokens_per_block, settings.swa_endpoint_rewind_tokens
             ),
             storing=settings.enable_block_reuse and reuse,
-            boundaries=self._boundaries(scope, keys, token_ids) if reuse else (),
+            boundaries=self._boundaries(points, fork),
+            snapshot_points=points,
             conversation_id=conversation_id if settings.policy == "per_conversation" else None,
         )
         self._sequences.add(sequence)
@@ -349,16 +354,29 @@ class KvCacheManager:
             for table, own in zip(self.store.group_tables, pages, strict=True)
         )
 
-    def _boundaries(self, scope: ReuseScope, keys: list[bytes], token_ids: TokenIds) -> tuple[int, ...]:
-        """Where prefill chunks must end, so that there is reusable state at that point (§1.3).
-
-        At the fork, where the prompt leaves what the tree knows, aligned down to a block.
-        """
-        del scope
+    def _fork(self, keys: list[bytes], prompt_length: int) -> int | None:
+        """Where the prompt leaves the tree, when there should be reusable state at that point."""
         if not self.settings.enable_branch_snapshot:
+            return None
+        return branch_point(len(self.store.tree.walk(keys)), self.layout.tokens_per_block, prompt_length)
+
+    def _snapshot_points(self, prompt_length: int, fork: int | None) -> tuple[int, ...]:
+        if not self._has_states:
             return ()
-        fork = len(self.store.tree.walk(keys)) * self.layout.tokens_per_block
-        return (fork,) if 0 < fork < len(token_ids) else ()
+        settings = self.settings
+        return snapshot_points(
+            prompt_length,
+            interval=settings.snapshot_interval,
+            offsets_from_start=settings.snapshot_offsets_from_start,
+            offsets_from_end=settings.snapshot_offsets_from_end,
+            fork=fork,
+            branch_snapshots=settings.enable_branch_snapshot,
+        )
+
+    @staticmethod
+    def _boundaries(points: tuple[int, ...], fork: int | None) -> tuple[int, ...]:
+        """Where prefill chunks must end: a state can be copied, and a window is whole, only between two steps."""
+        return points if fork is None else tuple(sorted({*points, fork}))
 
     def _count_creation(self, sequence: KvCache, prompt_length: int) -> None:
         counters = self.store.counters

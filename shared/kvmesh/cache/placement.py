@@ -126,6 +126,19 @@ class Placement:
         self._counters.copied_pages += len(targets)
         return good
 
+    def copy_out(self, pool: int, source: Pages, target: Pages) -> bool:
+        """Copy the device page ``source`` to the page ``target`` of any level (arrays of one); whether it arrived."""
+        table = self._tables[pool]
+        level = int(table.level[target[0]])
+        if level == DEVICE_LEVEL:
+            self._storage.copy(pool, table.slot[source], table.slot[target])
+            return True
+        try:
+            return bool(self._storage.move(pool, DEVICE_LEVEL, table.slot[source], level, table.slot[target])[0])
+        except TierFailedError as failure:
+            self._disable(failure)
+            return False
+
     def _expel(self, pool: int, level: int, victims: Pages) -> Pages:
         """Make popped ``victims`` leave ``level``; returns those that nobody can do without and nobody has room for."""
         table = self._tables[pool]

@@ -18,6 +18,7 @@ from kvmesh.cache.errors import CacheStateError
 from kvmesh.cache.lease import PageLease
 from kvmesh.cache.pages import DEVICE_LEVEL, NO_PAGE, Pages
 from kvmesh.cache.priorities import PagePriorities
+from kvmesh.cache.states import StateBlocks
 from kvmesh.cache.store import BlockMatch
 from kvmesh.cache.windows import BlockRange, scratch_range
 from kvmesh.hashing import ReuseScope, TokenIds, v2_block_keys, v2_partial_key, v2_root
@@ -31,7 +32,6 @@ _TOKEN_SLACK = 256
 """Room for generated tokens in the first token buffer."""
 
 _NO_RANGE = BlockRange(0, 0)
-_NO_PAGES: Pages = np.empty(0, dtype=np.int32)
 
 
 class SequenceState(Enum):
@@ -64,6 +64,7 @@ class KvCache:
         priorities: PagePriorities,
         storing: bool,
         boundaries: tuple[int, ...] = (),
+        snapshot_points: tuple[int, ...] = (),
         conversation_id: str | None = None,
     ) -> None:
         self.request_id = request_id
@@ -74,6 +75,7 @@ class KvCache:
         self._block_tokens = manager.layout.tokens_per_block
         self._priorities = priorities
         self._boundaries = boundaries
+        self._snapshot_points = frozenset(snapshot_points)
         self._state = SequenceState.SUSPENDED
         self._ever_resumed = False
         self._lost = False
@@ -92,17 +94,18 @@ class KvCache:
         self.num_cached_tokens = self._num_blocks * self._block_tokens + match.partial_tokens
         self._capacity = self._history = self._committed = self.num_cached_tokens
         self._num_samples = self._capacity_sum = self._history_sum = 0
-        self._groups = [
-            GroupBlocks(table, group, self._block_tokens, pages, self.num_cached_tokens)
+        self._groups: list[GroupBlocks | StateBlocks] = [
+            StateBlocks(table)
+            if group.kind == "state"
+            else GroupBlocks(table, group, self._block_tokens, pages, self.num_cached_tokens)
             for table, group, pages in zip(
                 self._store.group_tables, manager.layout.groups, self._store.pages_of(match.nodes), strict=True
             )
         ]
-        self._copy_sources: list[Pages] | None = None
-        if match.partial_node is not None:
-            self._copy_sources = self._store.pages_of([match.partial_node])
-            for table, source in zip(self._store.group_tables, self._copy_sources, strict=True):
-                table.hold(source)
+        self._copy_sources = self._store.copy_sources(match)
+        """By layer group, what the first resume copies into a private page: a partial block, a state's snapshot."""
+        for table, source in zip(self._store.group_tables, self._copy_sources, strict=True):
+            table.hold(source)
 
     @property
     def state(self) -> SequenceState:
@@ -111,8 +114,7 @@ class KvCache:
 
     def matched_pages(self) -> list[tuple[Pages, Pages]]:
         """By layer group, pages found for the prompt: whole blocks, and the one to be copied from. Before a resume."""
-        partial = self._copy_sources or [_NO_PAGES] * len(self._groups)
-        return [(blocks.active(), tail) for blocks, tail in zip(self._groups, partial, strict=True)]
+        return [(blocks.active(), tail) for blocks, tail in zip(self._groups, self._copy_sources, strict=True)]
 
     @property
     def lost(self) -> bool:
@@ -154,7 +156,7 @@ class KvCache:
         return min((point for point in self._boundaries if start < point < end), default=end)
 
     def resume(self) -> bool:
-        """Bring all needed pages to the device and lock them; a partially matched block is copied the first time.
+        """Bring all needed pages to the device and lock them; the first time, what was matched only in part is copied.
 
         Returns:
             False when the device is too full (``max_util_for_resume``, or no pages for what is on colder levels or for
@@ -170,7 +172,7 @@ class KvCache:
         pages = [blocks.active() for blocks in self._groups]
         for blocks, active in zip(self._groups, pages, strict=True):
             blocks.table.promote(active)
-        if not self._bring_to_device(pages) or not self._copy_partial_block():
+        if not self._bring_to_device(pages) or not self._make_private():
             for blocks, active in zip(self._groups, pages, strict=True):
                 blocks.table.demote(active)
             return False
@@ -270,6 +272,8 @@ class KvCache:
             raise CacheStateError(f"{self.request_id}: commit of quarantined pages")
         self._write_tokens(token_ids)
         self._committed = end
+        if end in self._snapshot_points and self._may_still_store():
+            self._take_snapshots()
         if self._may_store():
             self._store_full_blocks()
         self._raise_history(max(self._history, end))
@@ -352,9 +356,7 @@ class KvCache:
     def used_pages(self, group: int) -> tuple[Pages, Pages]:
         """Bookkeeping numbers of what it uses in ``group`` (for checks): active pages, and those held anyway."""
         blocks = self._groups[group]
-        held = blocks.retained()
-        if self._copy_sources is not None:
-            held = np.concatenate((held, self._copy_sources[group]))
+        held = np.concatenate((blocks.retained(), self._copy_sources[group]))
         return np.concatenate((blocks.active(), blocks.scratch_pages)), held
 
     def _require(self, state: SequenceState, action: str) -> None:
@@ -387,16 +389,21 @@ class KvCache:
                 self._lost = True
         return not self._lost
 
-    def _copy_partial_block(self) -> bool:
-        """Copy the partially matched block, if there is one, into a private page; False without room for it."""
-        if self._copy_sources is None:
+    def _make_private(self) -> bool:
+        """The first time: private pages for the partially matched block and for states; False without room for them."""
+        if self._ever_resumed:
             return True
-        copies = self._allocate(self._num_blocks + 1, [1] * self._store.num_groups)
+        partial = self.num_cached_tokens % self._block_tokens > 0
+        counts = [int(partial or group.kind == "state") for group in self._manager.layout.groups]
+        if not any(counts):
+            return True
+        copies = self._allocate(self._num_blocks + partial, counts)
         if copies is None:
             return False
         intact = True
         for group, source, target in zip(self._manager.layout.groups, self._copy_sources, copies, strict=True):
-            intact &= self._store.placement.copy_to_device(group.pool, source, target)
+            if len(source):
+                intact &= self._store.placement.copy_to_device(group.pool, source, target)
         if not intact:
             for table, target in zip(self._store.group_tables, copies, strict=True):
                 table.unlock(target)
@@ -404,8 +411,9 @@ class KvCache:
             return False
         self._drop_copy_sources()
         for blocks, page in zip(self._groups, copies, strict=True):
-            blocks.append(page)
-        self._num_blocks += 1
+            if len(page):
+                blocks.append(page)
+        self._num_blocks += partial
         return True
 
     def _allocate(self, wanted: int, counts: list[int]) -> list[Pages] | None:
@@ -452,11 +460,9 @@ class KvCache:
             blocks.advance(history, self._num_stored, storing=storing, locked=self._state is SequenceState.ACTIVE)
 
     def _drop_copy_sources(self) -> None:
-        if self._copy_sources is None:
-            return
         for table, source in zip(self._store.group_tables, self._copy_sources, strict=True):
             table.unhold(source)
-        self._copy_sources = None
+        self._copy_sources = [source[:0] for source in self._copy_sources]
 
     def _write_tokens(self, token_ids: TokenIds) -> None:
         begin = self._committed
@@ -470,6 +476,17 @@ class KvCache:
         self._tokens[begin:end] = token_ids
         # Keys of these blocks may have been computed from other tokens.
         del self._keys[begin // self._block_tokens :]
+
+    def _take_snapshots(self) -> None:
+        """Copy the state as it is after the committed tokens; without room for the copy there is none."""
+        block = (self._committed - 1) // self._block_tokens
+        for group, blocks in zip(self._manager.layout.groups, self._groups, strict=True):
+            if isinstance(blocks, StateBlocks):
+                rule = self._priorities.of(group, block, block + 1)
+                tokens = self._committed - block * self._block_tokens
+                page = self._store.copy_to_fresh(group.group_id, blocks.live, tokens, rule.values)
+                if page is not None:
+                    blocks.add_snapshot(block, page)
 
     def _may_still_store(self) -> bool:
         return self._storing and not self._stopped
@@ -485,23 +502,23 @@ class KvCache:
             return
         self._know_keys(last)
         tokens = self._tokens[first * self._block_tokens : last * self._block_tokens]
-        self._storing = self._store.commit_full(
+        stored = self._store.commit_full(
             self.scope,
             self._parent_key(first),
             self._keys[first:last],
             tokens.reshape(-1, self._block_tokens),
-            [blocks.all[first:last] for blocks in self._groups],
+            [blocks.between(first, last) for blocks in self._groups],
         )
-        if self._storing:
-            self._num_stored = last
+        self._storing = stored is not None
+        self._num_stored = first + (stored or 0)
         for blocks in self._groups:
-            blocks.release_retained(last if self._storing else self._num_blocks)
+            blocks.release_retained(self._num_stored if self._storing else self._num_blocks)
 
     def _store_partial_block(self) -> None:
         full, rest = divmod(self._committed, self._block_tokens)
         if rest and self._num_stored == full < self._num_blocks and not self._any_quarantined(full):
             begin = full * self._block_tokens
-            pages = [blocks.all[full : full + 1] for blocks in self._groups]
+            pages = [blocks.between(full, full + 1) for blocks in self._groups]
             tokens = self._tokens[begin : begin + rest]
             if self._store.commit_partial(self.scope, self._parent_key(full), tokens, pages):
                 self._tail_keys = [v2_partial_key(tokens, self._parent_key(full))]

@@ -130,6 +130,40 @@ class BlockStore:
         """Pages of ``nodes`` in each layer group, ``NO_PAGE`` where there is none."""
         return [self.tree.pages(group)[nodes] for group in range(self.num_groups)]
 
+    def copy_sources(self, match: BlockMatch) -> list[Pages]:
+        """By layer group, the page (an array of one, or empty) that a sequence with this match must copy.
+
+        The page of the partial block in attention groups, the snapshot at the matched position in state groups.
+        """
+        full = match.nodes[-1:]
+        partial = full[:0] if match.partial_node is None else np.array([match.partial_node], dtype=np.int32)
+        return [
+            self.tree.pages(index)[(partial if len(partial) else full) if group.kind == "state" else partial]
+            for index, group in enumerate(self.layout.groups)
+        ]
+
+    def copy_to_fresh(self, group: int, source: Pages, num_tokens: int, priority: np.ndarray | int) -> Pages | None:
+        """A held copy of the device page ``source`` in the first level with room, None if there is none.
+
+        Args:
+            group: of the page.
+            source: an array of one.
+            num_tokens: what the copy covers, once a block offers it.
+            priority: of the copy.
+        """
+        pool = self._pool_of_group[group]
+        table = self.group_tables[group]
+        for level, usable in enumerate(self.placement.usable):
+            if not usable or not self.placement.make_room(pool, level, 1):
+                continue
+            page = table.place(1, level, group, priority)
+            table.hold(page)
+            table.num_tokens[page] = num_tokens
+            if self.placement.copy_out(pool, source, page):
+                return page
+            table.unhold(page)
+        return None
+
     def allocate(self, counts: Sequence[int], priorities: Sequence[np.ndarray | int]) -> list[Pages] | None:
         """Take ``counts[group]`` pages for each layer group, locked once, on the device; what has to goes elsewhere.
 
@@ -159,7 +193,7 @@ class BlockStore:
 
     def commit_full(
         self, scope: ReuseScope, parent_key: bytes, keys: Sequence[bytes], token_ids: TokenIds, pages: list[Pages]
-    ) -> bool:
+    ) -> int | None:
         """Make full blocks reusable. A block that is in the tree already is shared instead: ``pages`` are replaced.
 
         Args:
@@ -171,21 +205,21 @@ class BlockStore:
                 where the tree's page is shared instead.
 
         Returns:
-            False when the block before is not in the tree any more, so that these cannot be reached.
+            How many of the blocks the tree has now: trailing blocks without any page can only be stored together with a
+            later one that has one. None when the block before is not in the tree any more, so that these cannot be
+            reached.
         """
-        parent = self._parent(scope, parent_key)
-        if parent is None:
-            return False
         existing = self.tree.walk(keys)
         known = len(existing)
         if known:
             self._share(scope, parent_key, keys[:known], token_ids[:known], existing, [own[:known] for own in pages])
-            parent, parent_key = int(existing[-1]), keys[known - 1]
-        if known == len(keys):
-            return True
-        known_end = _last_with_page(pages)  # A leaf must offer a page.
+        known_end = _last_with_page(pages)
         if known_end <= known:
-            return True
+            return known
+        parent = int(existing[-1]) if known else self._parent(scope, parent_key)
+        if parent is None:
+            return None
+        parent_key = keys[known - 1] if known else parent_key
         keys = keys[:known_end]
         tokens = np.ascontiguousarray(token_ids[known:known_end])
         covered = self._partial_prefixes(parent, tokens[0])
@@ -196,7 +230,7 @@ class BlockStore:
         self.remove(covered)
         self.counters.stored_blocks += len(nodes)
         self._tell_stored(scope, parent_key, keys[known:], tokens, nodes)
-        return True
+        return known_end
 
     def commit_partial(self, scope: ReuseScope, parent_key: bytes, token_ids: TokenIds, pages: list[Pages]) -> bool:
         """Make a partial block reusable as a leaf, unless a block that covers it is there already.
@@ -211,7 +245,7 @@ class BlockStore:
             Whether the tree offers these pages now.
         """
         key = v2_partial_key(token_ids, parent_key)
-        if self.tree.find(key) is not None:
+        if self.tree.find(key) is not None or not _last_with_page(pages):
             return False
         parent = self._parent(scope, parent_key)
         if parent is None:
@@ -336,6 +370,9 @@ class BlockStore:
         for group, (table, own, theirs) in enumerate(zip(self.group_tables, pages, self.pages_of(nodes), strict=True)):
             mine = own != NO_PAGE
             there = theirs != NO_PAGE
+            if self.layout.groups[group].kind == "state":
+                self._add_snapshots(group, scope, parent_key, keys, token_ids, nodes, own, theirs)
+                continue
             as_good = (
                 there & (table.num_tokens[theirs] >= self.tokens_per_block) & (table.level[theirs] == DEVICE_LEVEL)
             )
@@ -357,6 +394,30 @@ class BlockStore:
                     continue
                 parent = parent_key if at == 0 else keys[at - 1]
                 self._tell(scope, parent, [keys[at]], token_ids[at : at + 1], group, own[at : at + 1])
+
+    def _add_snapshots(
+        self,
+        group: int,
+        scope: ReuseScope,
+        parent_key: bytes,
+        keys: Sequence[bytes],
+        token_ids: TokenIds,
+        nodes: Nodes,
+        own: Pages,
+        theirs: Pages,
+    ) -> None:
+        """Offer snapshots at blocks that are in the tree already; one block keeps the later position."""
+        table = self.group_tables[group]
+        for at in np.flatnonzero(own != NO_PAGE).tolist():
+            old, page = theirs[at : at + 1], own[at : at + 1]
+            tokens = int(table.num_tokens[page[0]])
+            if old[0] != NO_PAGE:
+                if table.num_tokens[old[0]] >= tokens:
+                    continue
+                self._tell_removed(group, [keys[at]], old)
+            self.attach_page(int(nodes[at]), group, page, tokens)
+            parent = parent_key if at == 0 else keys[at - 1]
+            self._tell(scope, parent, [keys[at]], token_ids[at : at + 1], group, page)
 
     def _exchange(self, table: PageTable, own: Pages, at: np.ndarray, theirs: Pages) -> None:
         table.lock(theirs[at])
@@ -383,7 +444,10 @@ class BlockStore:
     def _attach(self, nodes: Nodes, pages: list[Pages], num_tokens: int) -> None:
         for group, (table, own) in enumerate(zip(self.group_tables, pages, strict=True)):
             here = own != NO_PAGE
-            if here.all():
+            if self.layout.groups[group].kind == "state":
+                table.attach(own[here], nodes[here], table.num_tokens[own[here]])
+                self.tree.pages(group)[nodes[here]] = own[here]
+            elif here.all():
                 table.attach(own, nodes, num_tokens)
                 self.tree.pages(group)[nodes] = own
             else:
@@ -417,7 +481,10 @@ class BlockStore:
                 continue
             runs = [(0, 1)] if adopted else []
             here[0] = here[0] and not adopted
-            for begin, end in runs + _runs(here):
+            runs += _runs(here)
+            if self.layout.groups[group].kind == "state":  # Each covers as much as it does.
+                runs = [(at, at + 1) for begin, end in runs for at in range(begin, end)]
+            for begin, end in runs:
                 before = parent_key if begin == 0 else keys[begin - 1]
                 self._tell(scope, before, keys[begin:end], tokens[begin:end], group, pages[begin:end])
 
