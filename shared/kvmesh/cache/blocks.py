@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvmesh.cache.layout import LayerGroupLayout
-from kvmesh.cache.pages import NO_PAGE, Pages, PageTable
+from kvmesh.cache.pages import DEVICE_LEVEL, NO_PAGE, Pages, PageTable
 from kvmesh.cache.windows import BlockRange, first_live_block
 
 __all__ = ["GroupBlocks"]
@@ -146,6 +146,13 @@ class GroupBlocks:
         if self.live == begin:
             self.live = first_kept
         self.stale = end
+
+    def freed_by_releasing(self) -> int:
+        """Device pages that :meth:`release_retained` of all blocks would make available."""
+        retained = self.retained()
+        locks, pins, holds = self.table.uses(retained)
+        alone = (locks == 0) & (pins == 0) & (holds == 1) & (self.table.level[retained] == DEVICE_LEVEL)
+        return int(np.count_nonzero(alone))
 
     def release_retained(self, stored: int) -> None:
         """Let go of the retained pages of the first ``stored`` blocks: they are committed, or never will be."""

@@ -188,6 +188,9 @@ class KvCache:
             CacheStateError: the sequence is not active.
         """
         self._require(SequenceState.ACTIVE, "suspend")
+        if self._history < self._capacity and any(len(blocks.scratch_pages) for blocks in self._groups):
+            # The step was not computed: the blocks in scratch slots would come back without a page.
+            self._give_up_step()
         for blocks in self._groups:
             blocks.free_scratch()
             blocks.table.demote(blocks.active())
@@ -236,8 +239,11 @@ class KvCache:
             return True
         scratch = self._scratch_ranges(history, capacity)
         counts = [blocks.missing(wanted, history, part) for blocks, part in zip(self._groups, scratch, strict=True)]
-        if not self._store.can_allocate(self._store.by_pool(counts), self._freed_by(history)):
-            return False
+        needs = self._store.by_pool(counts)
+        if not self._store.can_allocate(needs, self._freed_by(history)):
+            if not self._store.can_allocate(needs, self._freed_by(history, retaining=False)):
+                return False
+            self._release_passed(history)
         self._free_scratch()
         self._raise_history(history)
         new = self._allocate(wanted, counts)
@@ -442,12 +448,33 @@ class KvCache:
         self._capacity_sum += self._capacity
         self._history_sum += self._history
 
-    def _freed_by(self, history: int) -> list[int]:
+    def _freed_by(self, history: int, *, retaining: bool = True) -> list[int]:
+        """Pages by pool that become available when the history grows.
+
+        Args:
+            history: tokens.
+            retaining: whether blocks that wait to be committed are kept behind the window.
+        """
         freed = [0] * len(self._store.tables)
+        storing = retaining and self._may_still_store()
         for group, blocks in zip(self._manager.layout.groups, self._groups, strict=True):
-            freed[group.pool] += blocks.freed_by(history, self._num_stored, storing=self._may_still_store())
-            freed[group.pool] += len(blocks.scratch_pages)
+            freed[group.pool] += blocks.freed_by(history, self._num_stored, storing=storing)
+            freed[group.pool] += len(blocks.scratch_pages) + (0 if retaining else blocks.freed_by_releasing())
         return freed
+
+    def _release_passed(self, history: int) -> None:
+        """Let go of blocks behind the windows that only wait to be committed: going on is worth more than reuse."""
+        for blocks in self._groups:
+            blocks.advance(history, self._num_stored, storing=False, locked=True)
+            blocks.release_retained(self._num_blocks)
+
+    def _give_up_step(self) -> None:
+        """Take back the pages of blocks that were to be computed; scratch slots are in use."""
+        kept = -(-self._history // self._block_tokens)
+        for blocks in self._groups:
+            blocks.free_scratch()
+            blocks.truncate(kept)
+        self._num_blocks, self._capacity = kept, self._history
 
     def _free_scratch(self) -> None:
         for blocks in self._groups:

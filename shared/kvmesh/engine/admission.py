@@ -67,7 +67,7 @@ class Admission:
         # then waits among the running for a place in the step.
         receiver_seats = 2 * limit - len(self._queues.running)
         seats = limit - sum(other.phase is Phase.RUNNING for other in self._queues.running)
-        prefixes = self._unfinished_prefixes() if self._limits.prefix_aware and not forced else None
+        prefixes: UnfinishedPrefixes | None = None
         deferred = 0
         for seq in list(self._queues.waiting):
             if forced:
@@ -80,11 +80,13 @@ class Admission:
                 if receiver_seats <= 0 or seq.phase is Phase.SUSPENDED:
                     return
                 continue
-            elif seq.phase is Phase.WAITING and prefixes is not None and self._is_deferred(seq, prefixes):
-                deferred += 1
-                if deferred == MAX_DEFERRED:
-                    return
-                continue
+            elif seq.phase is Phase.WAITING and self._limits.prefix_aware:
+                prefixes = prefixes or self._unfinished_prefixes()
+                if self._is_deferred(seq, prefixes):
+                    deferred += 1
+                    if deferred == MAX_DEFERRED:
+                        return
+                    continue
             if not self._serve(seq, plan, budget, forced=False):
                 return
             receiver_seats -= 1

@@ -51,7 +51,7 @@ class StarvationWatch:
             return []
         self._passes = 0
         # Only those that were tried and got nothing; those behind them in the queue may fare better.
-        return [(seq, self._failure(seq)) for seq in plan.refused]
+        return [(seq, self._failure(seq)) for seq in dict.fromkeys(plan.refused)]
 
     def _failure(self, seq: Sequence) -> ApiError:
         suspended = sum(one.phase is Phase.SUSPENDED for one in self._scheduler.waiting)

@@ -25,12 +25,15 @@ def greedy(model: Any, tokens: bytes, count: int) -> list[int]:
     return model.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
 
 
+@pytest.mark.parametrize("v2", [True, False])
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3"])
-def test_models_with_windows(family: str, make_engine: Make, prompt: Make, request_of: Make, tmp_path: Path) -> None:
+def test_models_with_windows(
+    family: str, v2: bool, make_engine: Make, prompt: Make, request_of: Make, tmp_path: Path
+) -> None:
     """Prompts on both sides of the window, in chunks and together, with and without reuse."""
     reference = build(family)
     reference.save_pretrained(tmp_path)
-    bench = make_engine(model=str(tmp_path), max_num_tokens=16)
+    bench = make_engine(model=str(tmp_path), max_num_tokens=16, cache={"use_kv_cache_manager_v2": v2})
     assert {group.window for group in bench.engine.manager.layout.groups} == ({7} if family == "mistral" else {7, None})
     prompts = [prompt(length, length) for length in (3, 19, 50)]
     expected = [greedy(reference, tokens, 16) for tokens in prompts]

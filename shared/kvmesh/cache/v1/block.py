@@ -46,7 +46,7 @@ class Block:
     """In the level's pool."""
     priority: int = DEFAULT_PRIORITY
     duration_s: float = math.inf
-    """How long the priority lasts once the block is released."""
+    """How long the priority lasts from the next release on; inf also while that time is running."""
     locks: int = 0
     """Running sequences."""
     holds: int = 0

@@ -23,7 +23,6 @@ from kvmesh.cache.freelist import FreeList
 from kvmesh.cache.layout import PageLayout
 from kvmesh.cache.v1.block import DEVICE, Block, BlockState
 from kvmesh.cache.v1.queue import BlockQueue
-from kvmesh.protocol.retention import DEFAULT_PRIORITY
 
 __all__ = ["BlockUsage", "Slots", "slots_of"]
 
@@ -136,10 +135,10 @@ class BlockUsage:
         self._count(block)
         if block.counted_as is BlockState.EVICTABLE and before is not BlockState.EVICTABLE:
             block.released = next(self._numbers)
-            if block.duration_s != math.inf and block.priority != DEFAULT_PRIORITY:
+            if block.duration_s != math.inf:
+                # From the first release on, whether it is used again or not.
                 self._expiring.push(block, self._now_s() + block.duration_s, block.released)
-        elif block.counted_as is not BlockState.EVICTABLE and before is BlockState.EVICTABLE:
-            self._expiring.discard(block)
+                block.duration_s = math.inf
         self.requeue(block)
 
     def requeue(self, block: Block) -> None:
@@ -175,7 +174,8 @@ class BlockUsage:
         return blocks
 
     def set_priority(self, block: Block, priority: int, duration_s: float) -> None:
-        """Give ``block`` a new priority; its age stays."""
+        """Give ``block`` a new priority, which lasts ``duration_s`` from its next release on; its age stays."""
+        self._expiring.discard(block)
         block.priority, block.duration_s = priority, duration_s
         queue = self.place_of(block).queue
         if block in queue:

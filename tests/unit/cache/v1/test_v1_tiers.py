@@ -277,16 +277,29 @@ def test_an_expired_priority_decides_who_goes(make_cache: Make) -> None:
     sequence.close()
 
 
-def test_a_block_in_use_again_starts_its_duration_anew(make_cache: Make) -> None:
+def test_a_duration_counts_from_the_first_release(make_cache: Make) -> None:
+    """§3.1: from when the block first became available for reuse, also while it is used again."""
     cache = make_cache(3)
     cache.serve([1] * 4, retention=retain(80, 1000))
+    cache.clock._now_s = 0.5
     sequence = cache.open([1] * 5)
-    cache.manager.tick(5.0)
-    cache.clock._now_s = 5.0
-    sequence.close()
-    cache.manager.tick(5.9)
+    cache.manager.tick(0.9)
     assert list(cache.sink.priorities[0].values()) == [80]
-    cache.manager.tick(6.0)
+    cache.manager.tick(1.0)
+    assert list(cache.sink.priorities[0].values()) == [35]
+    sequence.close()
+    cache.manager.tick(9.0)
+    assert len(cache.sink.take("priority")) == 1
+
+
+def test_a_new_duration_replaces_the_one_that_runs(make_cache: Make) -> None:
+    cache = make_cache(3)
+    cache.serve([1] * 4, retention=retain(80, 1000))
+    cache.clock._now_s = 0.5
+    cache.open([1] * 5, retention=retain(90, 1000)).close()
+    cache.manager.tick(1.4)
+    assert list(cache.sink.priorities[0].values()) == [90]
+    cache.manager.tick(1.5)
     assert list(cache.sink.priorities[0].values()) == [35]
 
 
