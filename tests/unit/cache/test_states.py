@@ -112,7 +112,8 @@ class Bench:
     def state(self, cache: KvCache) -> np.ndarray:
         (slot,) = cache.page_ids(self.state_group.group_id).tolist()
         pool = self.manager.pools[self.state_group.pool].array
-        return pool.view(np.int64).reshape(-1, self.state_group.page_bytes // 8)[slot]
+        words: np.ndarray = pool.view(np.int64).reshape(-1, self.state_group.page_bytes // 8)[slot]
+        return words
 
     def start(self, tokens: list[int]) -> KvCache:
         cache = self.manager.create(SCOPE, np.array(tokens, dtype=np.int32), "r")
