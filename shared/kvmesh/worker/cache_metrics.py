@@ -37,6 +37,7 @@ _DOCUMENTATION = {
     "onboarded_pages": "Pages moved to a warmer tier",
     "onboarded_bytes": "Bytes moved to a warmer tier",
     "dropped_pages": "Unreferenced pages that left the last tier that would have them",
+    "rebalances": "Times that memory moved between pools",
     "damaged_pages": "Pages of a cold tier that were not what had been written; each became a miss",
 }
 _FLOWS = {

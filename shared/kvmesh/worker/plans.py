@@ -102,6 +102,11 @@ class Planner:
 
     async def _prompts(self, request: CompletionRequest | ChatCompletionRequest) -> list[np.ndarray]:
         if request.prompt_token_ids is not None:
+            if isinstance(request, CompletionRequest) and (num_prompts := len(prompts_of(request.prompt))) > 1:
+                raise bad_request(
+                    f"'prompt_token_ids' is one prompt and 'prompt' has {num_prompts}; send 'prompt' alone.",
+                    param="prompt_token_ids",
+                )
             return [self._checked("prompt_token_ids", request.prompt_token_ids)]
         if isinstance(request, ChatCompletionRequest):
             return [await self._off_loop(lambda: self._render(request), sum(map(_length, request.messages)))]

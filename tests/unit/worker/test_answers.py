@@ -276,6 +276,7 @@ async def test_malformed_legs_are_refused(role: str, params: dict[str, Any] | No
         ({"prompt": "x" * 200}, 400, "send a shorter prompt"),
         ({"prompt": ""}, 400, "prompt is empty"),
         ({"prompt": [999]}, 400, "Token id 999"),
+        ({"prompt": ["a", "b"], "prompt_token_ids": [1]}, 400, "is one prompt and 'prompt' has 2"),
     ],
 )
 async def test_bad_requests_say_what_to_do(body: dict[str, Any], status: int, says: str) -> None:

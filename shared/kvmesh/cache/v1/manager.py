@@ -268,7 +268,7 @@ class V1CacheManager:
         size = self.layout.tokens_per_block
         usable = self.opening.may_take_part_of
         paths = [find_path(tree, scope, keys, token_ids, size, usable) for tree in self.index.trees]
-        limit, before = len(token_ids) - 1, -1
+        limit, before = max(len(token_ids) - 1, 0), -1
         whole_blocks = not self.settings.enable_partial_reuse
         tails: list[Block] = []
         while limit != before:

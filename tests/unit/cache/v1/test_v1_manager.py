@@ -371,3 +371,27 @@ def test_page_counts(make_cache: Make) -> None:
     assert cache.manager.pages_needed(history=4, capacity=9) == [3]
     waiting.close()
     running.close()
+
+
+def test_a_long_answer_is_reusable(make_cache: Make) -> None:
+    cache = make_cache(200)
+    answer = [i % 50 for i in range(600)]
+    cache.serve(PROMPT, answer)
+    assert cache.match([*PROMPT, *answer]) == 611
+
+
+def test_an_empty_prompt_matches_nothing(make_cache: Make) -> None:
+    cache = make_cache()
+    cache.serve(PROMPT)
+    assert cache.match([]) == 0
+    assert cache.match([1]) == 0
+
+
+def test_tokens_that_differ_from_the_prompt_have_keys_of_their_own(make_cache: Make) -> None:
+    """What is committed counts, not what was announced."""
+    cache = make_cache()
+    sequence = cache.open(PROMPT)
+    cache.compute(sequence, [1, 2, 3, 4, 50, 60, 70, 80], [])
+    sequence.close()
+    assert cache.match(PROMPT) == 4
+    assert cache.match([1, 2, 3, 4, 50, 60, 70, 80, 9]) == 8
