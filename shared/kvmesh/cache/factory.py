@@ -61,11 +61,13 @@ def create_manager(
         DeviceMemoryError: the device has too little memory, or cannot reserve addresses for the pool rebalance.
         TierFailedError: a cold tier cannot be made.
     """
+    # A CPU device takes its pages from the same memory, and has not touched them yet.
+    available_bytes = available_host_bytes() - (device.free_bytes if device.is_host_memory else 0)
     plan = plan_levels(
         config,
         layout,
         free_device_bytes=device.free_bytes,
-        available_host_bytes=available_host_bytes(),
+        available_host_bytes=max(0, available_bytes),
         memlock_bytes=memlock_limit_bytes(),
         max_seq_len=max_seq_len,
         max_batch_size=max_batch_size,

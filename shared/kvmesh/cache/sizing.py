@@ -27,7 +27,6 @@ __all__ = [
     "device_quota_bytes",
     "device_reserve_pages",
     "plan_levels",
-    "plan_pages",
 ]
 
 
@@ -183,40 +182,6 @@ def device_reserve_pages(plan: LevelPlan, layout: PageLayout, quota_bytes: int) 
     floors = plan.floors[0]
     free = quota_bytes - pages_bytes(floors, layout)
     return [count + free // pool.page_bytes for count, pool in zip(floors, layout.pools, strict=True)]
-
-
-def plan_pages(config: KvCacheConfig, layout: PageLayout, *, free_bytes: int) -> list[int]:
-    """Pages of each pool of ``layout``; every layer group gets the same number of blocks.
-
-    ``max_tokens`` is rounded up to whole blocks and then by ``max_util_for_resume``, so that a sequence of that many
-    tokens can be resumed.
-
-    Args:
-        config: the limits.
-        layout: page sizes.
-        free_bytes: free device memory after loading the weights (on a CPU the stated budget).
-
-    Raises:
-        SizingError: no limit is set, or they leave no room for one block.
-    """
-    fraction = config.free_gpu_memory_fraction
-    token_bytes = None
-    if config.max_tokens is not None:
-        blocks = math.ceil(layout.num_blocks(config.max_tokens) / config.max_util_for_resume)
-        token_bytes = blocks * layout.bytes_per_block
-    quota = device_quota_bytes(
-        fraction_bytes=None if fraction is None else int(free_bytes * fraction),
-        max_bytes=config.max_gpu_total_bytes or None,
-        token_bytes=token_bytes,
-    )
-    # A limit may be larger than the machine.
-    blocks = min(quota, free_bytes) // layout.bytes_per_block
-    if blocks < 1:
-        raise SizingError(
-            f"a KV cache of {min(quota, free_bytes)} bytes has no room for one block of {layout.tokens_per_block} "
-            f"tokens ({layout.bytes_per_block} bytes); give the server more device memory or a larger limit"
-        )
-    return [blocks * len(pool.groups) for pool in layout.pools]
 
 
 def _device_level(

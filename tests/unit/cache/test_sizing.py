@@ -20,7 +20,6 @@ from kvmesh.cache.sizing import (
     device_quota_bytes,
     device_reserve_pages,
     plan_levels,
-    plan_pages,
 )
 from kvmesh.config import KvCacheConfig
 
@@ -46,11 +45,18 @@ def test_the_smallest_limit_wins() -> None:
         device_quota_bytes(fraction_bytes=None, max_bytes=None, token_bytes=None)
 
 
+def device_pages(config: KvCacheConfig, layout: PageLayout, free_bytes: int) -> tuple[int, ...]:
+    """Pages by pool on the device, for one short request at a time."""
+    limits = {"max_seq_len": layout.tokens_per_block, "max_batch_size": 1, "max_num_tokens": layout.tokens_per_block}
+    sizes = {"free_device_bytes": free_bytes, "available_host_bytes": 0}
+    return plan_levels(config, layout, **sizes, **limits).num_pages[0]
+
+
 def test_max_tokens_can_be_resumed(make_layout) -> None:
     # §2 max_tokens CHECK: 1000 tokens, blocks of 32, utilisation .95: 1000 tokens are still resumable.
     layout = make_layout(32)
     config = KvCacheConfig(max_tokens=1000, free_gpu_memory_fraction=None)
-    (pages,) = plan_pages(config, layout, free_bytes=1 << 30)
+    (pages,) = device_pages(config, layout, 1 << 30)
     assert pages == 34
     assert layout.num_blocks(1000) / pages <= config.max_util_for_resume
 
@@ -58,26 +64,15 @@ def test_max_tokens_can_be_resumed(make_layout) -> None:
 def test_limits_of_bytes(make_layout) -> None:
     layout = make_layout(4)
     block = layout.bytes_per_block
-    assert plan_pages(KvCacheConfig(free_gpu_memory_fraction=0.5), layout, free_bytes=20 * block) == [10]
-    assert plan_pages(KvCacheConfig(max_gpu_total_bytes=3 * block + 1), layout, free_bytes=20 * block) == [3]
+    assert device_pages(KvCacheConfig(free_gpu_memory_fraction=0.5), layout, 20 * block) == (10,)
+    assert device_pages(KvCacheConfig(max_gpu_total_bytes=3 * block + 1), layout, 20 * block) == (3,)
     config = KvCacheConfig(free_gpu_memory_fraction=None, max_gpu_total_bytes=100 * block)
-    assert plan_pages(config, layout, free_bytes=20 * block) == [20]
+    assert device_pages(config, layout, 20 * block) == (20,)
 
 
-def test_every_group_gets_as_many_blocks(make_layout) -> None:
-    layout = make_layout(4, windows=(None, 16, None, 8))
-    assert [len(pool.groups) for pool in layout.pools] == [1, 2]
-    assert plan_pages(KvCacheConfig(free_gpu_memory_fraction=1.0), layout, free_bytes=10 * layout.bytes_per_block) == [
-        10,
-        20,
-    ]
-
-
-def test_no_room_is_a_clear_error(make_layout) -> None:
-    with pytest.raises(SizingError, match="no room for one block of 4 tokens"):
-        plan_pages(KvCacheConfig(), make_layout(4), free_bytes=100)
+def test_no_limit_is_a_clear_error(make_layout) -> None:
     with pytest.raises(SizingError, match="quota not set"):
-        plan_pages(KvCacheConfig(free_gpu_memory_fraction=None), make_layout(4), free_bytes=100)
+        device_pages(KvCacheConfig(free_gpu_memory_fraction=None), make_layout(4), 100)
 
 
 def test_settings_from_the_public_configuration() -> None:
