@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvmesh.cache.pages import NO_PAGE, Pages, PageTable
+from kvmesh.cache.pages import DEVICE_LEVEL, NO_PAGE, Pages, PageTable
 from kvmesh.cache.windows import BlockRange
 
 __all__ = ["StateBlocks"]
@@ -43,6 +43,10 @@ class StateBlocks:
     @property
     def all(self) -> Pages:
         """The live page: the whole "block table" of a state group."""
+        return self.live
+
+    def readable(self) -> Pages:
+        """The live page, too."""
         return self.live
 
     def between(self, begin: int, end: int) -> Pages:
@@ -96,9 +100,21 @@ class StateBlocks:
         """No page of a state group goes stale."""
         del history, stored, storing, locked
 
+    def freed_by_releasing(self) -> int:
+        """Device pages that :meth:`release_retained` of all blocks would make available."""
+        retained = self.retained()
+        locks, pins, holds = self.table.uses(retained)
+        alone = (locks == 0) & (pins == 0) & (holds == 1) & (self.table.level[retained] == DEVICE_LEVEL)
+        return int(np.count_nonzero(alone))
+
     def release_retained(self, stored: int) -> None:
         """Snapshots of the first ``stored`` blocks are committed, or never will be."""
         self._let_go(lambda block: block < stored)
+
+    def forget_damaged(self) -> None:
+        """Let go of snapshots whose bytes a cold tier has lost: they must not be committed."""
+        lost = {snapshot.block for snapshot in self._snapshots if self.table.any_damaged(snapshot.page)}
+        self._let_go(lost.__contains__)
 
     def give_back(self, *, locked: bool) -> None:
         """Let go of everything."""
