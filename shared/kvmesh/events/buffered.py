@@ -1,19 +1,19 @@
 """Collects what the cache tells as buffered (pull) events, by TensorRT-LLM's rules (semantics §4.1).
 
 Every event gets the next number when it is made. Removals are held back and become one event for each layer group,
-before the next event of another kind and at the end of the iteration.
+before the next event of another kind and at the end of the iteration. Blocks are named then, too, when it is known what
+every layer group holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from kvmesh.cache.events import StoredBlocks
-from kvmesh.events.names import BlockNames, EventHash
+from kvmesh.events.names import BlockNames, NamedRun
 from kvmesh.protocol.kv_cache_events import (
     CreatedData,
     EventDiff,
@@ -46,17 +46,37 @@ class Envelope(NamedTuple):
     attention_dp_rank: int | None = None
 
 
-class _Run(msgspec.Struct):
+class _Stored(msgspec.Struct):
     """A stored event that may still grow."""
 
     event_id: int
     group: int
-    parent: EventHash | None
-    salt: int | None
-    hashes: list[EventHash]
-    token_ids: list[bytes]
+    runs: list[NamedRun]
+    """Each continues the one before."""
     levels: list[int]
     priorities: list[bytes]
+
+    @property
+    def last_key(self) -> bytes:
+        return self.runs[-1].keys[-1]
+
+
+class _Removed(NamedTuple):
+    event_id: int
+    group: int
+    keys: list[bytes]
+
+
+class _Updated(NamedTuple):
+    event_id: int
+    group: int
+    key: bytes
+    cache_level: EventDiff | None
+    priority: EventDiff | None
+
+
+_Draft = _Stored | _Removed | _Updated | KvCacheEvent
+"""An event whose blocks are not named yet, or that names none."""
 
 
 class BufferedSink:
@@ -74,34 +94,33 @@ class BufferedSink:
         self._envelope = envelope
         self._known: list[set[bytes]] = [set() for _ in envelope.windows]
         """Keys by layer group that were told and are not removed."""
-        self._removed: dict[int, list[EventHash]] = {}
+        self._removed: dict[int, list[bytes]] = {}
         """Removals by layer group that are held back."""
-        self._pending: list[_Run | KvCacheEvent] = []
-        self._open: dict[int, _Run] = {}
+        self._gone: set[bytes] = set()
+        """What was removed from some layer group in this iteration."""
+        self._drafts: list[_Draft] = []
+        self._open: dict[int, _Stored] = {}
         """By layer group, the stored event that the next stored blocks may continue."""
         self.statistics = BufferedStatistics()
 
     def on_created(self, tiers: Sequence[str], num_pages: Sequence[Sequence[int]]) -> None:  # noqa: ARG002 - protocol
         """See :class:`~kvmesh.cache.events.EventSink`: one event for each layer group."""
         for group, counts in enumerate(num_pages):
-            self._add(group, CreatedData(list(counts)))
+            self._drafts.append(self._event(self._next_id(), group, CreatedData(list(counts))))
 
     def on_stored(self, group: int, blocks: StoredBlocks) -> None:
         """See :class:`~kvmesh.cache.events.EventSink`. Blocks that continue the last ones are told with them."""
         keys = blocks.keys
         self._flush_removed()
-        parent, hashes = self._names.stored(blocks.scope, blocks.parent_key, keys, blocks.token_ids)
         self._known[group].update(keys)
         self.statistics.stored_blocks_total += len(keys)
-        run = self._open.get(group)
-        if run is None or parent is None or run.hashes[-1] != parent:
-            run = _Run(self._next_id(), group, parent, blocks.scope.salt, [], [], [], [])
-            self._pending.append(run)
-            self._open[group] = run
-        run.hashes += hashes
-        run.token_ids.append(np.ascontiguousarray(blocks.token_ids, dtype="<i4").tobytes())
-        run.levels += [blocks.level] * len(keys)
-        run.priorities.append(blocks.priorities.tobytes())
+        draft = self._open.get(group)
+        if draft is None or draft.last_key != blocks.parent_key:
+            draft = self._open[group] = _Stored(self._next_id(), group, [], [], [])
+            self._drafts.append(draft)
+        draft.runs.append(NamedRun(blocks.scope, blocks.parent_key, keys, blocks.token_ids.copy()))
+        draft.levels += [blocks.level] * len(keys)
+        draft.priorities.append(blocks.priorities.tobytes())
 
     def on_removed(self, group: int, keys: Sequence[bytes], level: int) -> None:  # noqa: ARG002 - of the protocol
         """See :class:`~kvmesh.cache.events.EventSink`. Blocks that were never told are passed over."""
@@ -109,62 +128,74 @@ class BufferedSink:
         keys = _those_in(known, keys)
         if not keys:
             return
-        self._removed.setdefault(group, []).extend(self._names.of(keys))
+        self._removed.setdefault(group, []).extend(keys)
+        self._gone.update(keys)
         known.difference_update(keys)
         self.statistics.removed_blocks_total += len(keys)
-        self._names.forget(set(keys).difference(*self._known))
 
     def on_moved(self, group: int, keys: Sequence[bytes], old_level: int, new_level: int) -> None:
         """See :class:`~kvmesh.cache.events.EventSink`. Blocks that were never told are passed over."""
-        diff = EventDiff(old_level, new_level)
-        self._update(group, keys, lambda name: UpdatedData(block_hash=name, cache_level=diff))
+        self._update(group, keys, EventDiff(old_level, new_level), None)
 
     def on_priority(self, group: int, keys: Sequence[bytes], old: int, new: int) -> None:
         """See :class:`~kvmesh.cache.events.EventSink`. Blocks that were never told are passed over."""
-        diff = EventDiff(old, new)
-        self._update(group, keys, lambda name: UpdatedData(block_hash=name, priority=diff))
+        self._update(group, keys, None, EventDiff(old, new))
 
     def take(self) -> list[KvCacheEvent]:
         """The events of the iteration, in order of their numbers."""
         self._flush_removed()
-        if not self._pending:
+        if not self._drafts:
             return []
-        pending, self._pending = self._pending, []
+        drafts, self._drafts = self._drafts, []
         self._open.clear()
-        return [self._stored(item) if isinstance(item, _Run) else item for item in pending]
+        self._names.learn([run for draft in drafts if isinstance(draft, _Stored) for run in draft.runs])
+        events = [self._finished(draft) for draft in drafts]
+        self._names.forget(self._gone.difference(*self._known))
+        self._gone.clear()
+        return events
 
-    def _update(self, group: int, keys: Sequence[bytes], data: Callable[[EventHash], UpdatedData]) -> None:
+    def _update(
+        self, group: int, keys: Sequence[bytes], cache_level: EventDiff | None, priority: EventDiff | None
+    ) -> None:
         keys = _those_in(self._known[group], keys)
         if not keys:
             return
         self._flush_removed()
         self._open.clear()
         self.statistics.updated_blocks_total += len(keys)
-        for name in self._names.of(keys):
-            self._add(group, data(name))
+        self._drafts += [_Updated(self._next_id(), group, key, cache_level, priority) for key in keys]
 
     def _flush_removed(self) -> None:
         if not self._removed:
             return
         removed, self._removed = self._removed, {}
         self._open.clear()
-        for group in sorted(removed):
-            self._add(group, RemovedData(removed[group]))
+        self._drafts += [_Removed(self._next_id(), group, removed[group]) for group in sorted(removed)]
 
-    def _add(self, group: int, data: CreatedData | RemovedData | UpdatedData) -> None:
-        self._pending.append(self._event(self._next_id(), group, data))
+    def _finished(self, draft: _Draft) -> KvCacheEvent:
+        match draft:
+            case _Stored():
+                return self._event(draft.event_id, draft.group, self._stored(draft))
+            case _Removed():
+                return self._event(draft.event_id, draft.group, RemovedData(self._names.of(draft.keys)))
+            case _Updated():
+                (name,) = self._names.of([draft.key])
+                data = UpdatedData(block_hash=name, cache_level=draft.cache_level, priority=draft.priority)
+                return self._event(draft.event_id, draft.group, data)
+            case KvCacheEvent():
+                return draft
 
-    def _stored(self, run: _Run) -> KvCacheEvent:
-        data = StoredData(
-            parent_hash=run.parent,
-            block_hashes=run.hashes,
-            token_ids=b"".join(run.token_ids),
+    def _stored(self, draft: _Stored) -> StoredData:
+        first = draft.runs[0]
+        return StoredData(
+            parent_hash=None if first.parent_key is None else self._names.of_parent(first.parent_key),
+            block_hashes=[name for run in draft.runs for name in self._names.of(run.keys)],
+            token_ids=b"".join(run.token_ids.tobytes() for run in draft.runs),
             block_size=self._tokens_per_block,
-            cache_levels=run.levels,
-            priorities=b"".join(run.priorities),
-            cache_salt=None if run.salt is None else str(run.salt),
+            cache_levels=draft.levels,
+            priorities=b"".join(draft.priorities),
+            cache_salt=None if first.scope.salt is None else str(first.scope.salt),
         )
-        return self._event(run.event_id, run.group, data)
 
     def _event(
         self, event_id: int, group: int, data: CreatedData | StoredData | RemovedData | UpdatedData

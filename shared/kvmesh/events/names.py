@@ -6,7 +6,7 @@ The cache tells blocks by its own keys; a naming turns those into hashes of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from kvmesh.hashing import V1_ROOT, ReuseScope, TokenIds, v1_block_keys, wire_hash, wire_hashes
 from kvmesh.telemetry import get_logger
@@ -16,6 +16,7 @@ __all__ = [
     "EventHash",
     "EventHashAlgo",
     "KeyNames",
+    "NamedRun",
     "V1ChainNames",
     "block_names",
     "effective_event_algo",
@@ -29,21 +30,34 @@ EventHash = str | int
 _log = get_logger("events")
 
 
+class NamedRun(NamedTuple):
+    """Consecutive blocks that became reusable."""
+
+    scope: ReuseScope
+    parent_key: bytes | None
+    """Key of the block before the first one; None: it starts a sequence."""
+    keys: Sequence[bytes]
+    token_ids: TokenIds
+    """int32 ``[n, tokens_per_block]``, or ``[1, k]`` with fewer for one partial block."""
+
+
 class BlockNames(Protocol):
     """Hashes of blocks, from the keys that the cache knows them by."""
 
-    def stored(
-        self, scope: ReuseScope, parent_key: bytes | None, keys: Sequence[bytes], token_ids: TokenIds
-    ) -> tuple[EventHash | None, list[EventHash]]:
-        """Name consecutive blocks (tokens int32 ``[n, k]``) that became reusable, and the one before them."""
+    def learn(self, runs: Sequence[NamedRun]) -> None:
+        """What became reusable in one step, in all layer groups."""
         ...
 
     def of(self, keys: Sequence[bytes]) -> list[EventHash]:
-        """Names of blocks that were named before and are not forgotten."""
+        """Names of blocks that were learnt and are not forgotten."""
+        ...
+
+    def of_parent(self, key: bytes) -> EventHash:
+        """Name of a block that others continue. It may be gone, where they are inside a window."""
         ...
 
     def forget(self, keys: Collection[bytes]) -> None:
-        """These blocks are gone."""
+        """These blocks are in no layer group any more."""
         ...
 
 
@@ -89,19 +103,16 @@ class KeyNames:
     def __init__(self, name: Callable[[Sequence[bytes]], Sequence[EventHash]]) -> None:
         self._name = name
 
-    def stored(
-        self,
-        scope: ReuseScope,  # noqa: ARG002 - of the protocol
-        parent_key: bytes | None,
-        keys: Sequence[bytes],
-        token_ids: TokenIds,  # noqa: ARG002
-    ) -> tuple[EventHash | None, list[EventHash]]:
-        """See :class:`BlockNames`."""
-        return None if parent_key is None else self._name([parent_key])[0], self.of(keys)
+    def learn(self, runs: Sequence[NamedRun]) -> None:
+        """See :class:`BlockNames`; there is nothing to learn."""
 
     def of(self, keys: Sequence[bytes]) -> list[EventHash]:
         """See :class:`BlockNames`."""
         return list(self._name(keys))
+
+    def of_parent(self, key: bytes) -> EventHash:
+        """See :class:`BlockNames`."""
+        return self._name([key])[0]
 
     def forget(self, keys: Collection[bytes]) -> None:
         """See :class:`BlockNames`; there is nothing to forget."""
@@ -126,31 +137,62 @@ class V1ChainNames:
         """The blocks that are named by their V2 key."""
         self._warned = False
 
-    def stored(
-        self, scope: ReuseScope, parent_key: bytes | None, keys: Sequence[bytes], token_ids: TokenIds
-    ) -> tuple[EventHash | None, list[EventHash]]:
-        """See :class:`BlockNames`. Blocks that are known already, from another layer group, keep their names."""
-        if parent_key is None:
-            parent: int | None = None
-            chained = len(keys)
-        else:
-            parent = self._names.get(parent_key)
-            chained = 0 if parent is None or parent_key in self._by_key else len(keys)
-            if parent is None:
-                parent = wire_hash(parent_key)
-        if all(key in self._names for key in keys):
-            return parent, self.of(keys)
+    def learn(self, runs: Sequence[NamedRun]) -> None:
+        """See :class:`BlockNames`. A block that is known already, from another layer group, keeps its name.
+
+        A windowed group may tell a block without the one before it, which another group tells later in the same step.
+        """
+        waiting = list(runs)
+        while waiting:
+            later: list[NamedRun] = []
+            for run in waiting:
+                if run.parent_key is None or run.parent_key in self._names:
+                    self._learn(run)
+                else:
+                    later.append(run)
+            if len(later) == len(waiting):
+                self._learn(later.pop(0))  # Nobody tells its parent: it has to do without.
+            waiting = later
+
+    def of(self, keys: Sequence[bytes]) -> list[EventHash]:
+        """See :class:`BlockNames`."""
+        return [self._names[key] for key in keys]
+
+    def of_parent(self, key: bytes) -> EventHash:
+        """See :class:`BlockNames`."""
+        name = self._names.get(key)
+        return wire_hash(key) if name is None else name
+
+    def forget(self, keys: Collection[bytes]) -> None:
+        """See :class:`BlockNames`."""
+        for key in keys:
+            del self._names[key]
+        self._by_key.difference_update(keys)
+
+    def _learn(self, run: NamedRun) -> None:
+        unknown = [at for at, key in enumerate(run.keys) if key not in self._names]
+        if len(unknown) == len(run.keys):
+            self._name(run)
+            return
+        for at in unknown:
+            parent_key = run.keys[at - 1] if at else run.parent_key
+            self._name(NamedRun(run.scope, parent_key, run.keys[at : at + 1], run.token_ids[at : at + 1]))
+
+    def _name(self, run: NamedRun) -> None:
+        _, parent_key, keys, token_ids = run
+        parent = V1_ROOT if parent_key is None else self._names.get(parent_key)
+        chained = 0 if parent is None or parent_key in self._by_key else len(keys)
         if chained and self._vocab_size is not None:
             foreign = ((token_ids < 0) | (token_ids >= self._vocab_size)).any(axis=1)
             chained = int(foreign.argmax()) if foreign.any() else chained
         names: list[int] = []
-        if chained:
+        if parent is not None and chained:
             names = v1_block_keys(
                 token_ids[:chained].reshape(-1),
                 self._tokens_per_block,
-                V1_ROOT if parent is None else parent,
-                lora_id=scope.lora_id,
-                salt=scope.salt,
+                parent,
+                lora_id=run.scope.lora_id,
+                salt=run.scope.salt,
                 include_partial=True,
             ).tolist()
         if chained < len(keys):
@@ -158,17 +200,6 @@ class V1ChainNames:
             names += wire_hashes(keys[chained:])
             self._by_key.update(keys[chained:])
         self._names.update(zip(keys, names, strict=True))
-        return parent, list(names)
-
-    def of(self, keys: Sequence[bytes]) -> list[EventHash]:
-        """See :class:`BlockNames`."""
-        return [self._names[key] for key in keys]
-
-    def forget(self, keys: Collection[bytes]) -> None:
-        """See :class:`BlockNames`."""
-        for key in keys:
-            del self._names[key]
-        self._by_key.difference_update(keys)
 
     def _warn(self) -> None:
         if not self._warned:

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from kvmesh.engine.client import EngineClient
-from kvmesh.events.names import block_names
+from kvmesh.events.names import NamedRun, block_names
 from kvmesh.hashing import ReuseScope, as_token_ids, salt_id, v2_block_keys, v2_root
 from kvmesh.protocol.engine import KvEventsDrained
 from kvmesh.worker.kv_events import KvEventsRoute
@@ -53,7 +53,8 @@ async def test_a_salted_prompt(serve: Callable[..., Any], settings_of: Callable[
         tokens = as_token_ids(PROMPT)
         keys = v2_block_keys(tokens, BLOCK, v2_root(scope))
         names = block_names(effective, manager_v2=True, tokens_per_block=BLOCK)
-        _, expected = names.stored(scope, None, keys, tokens[: 2 * BLOCK].reshape(2, BLOCK))
+        names.learn([NamedRun(scope, None, keys, tokens[: 2 * BLOCK].reshape(2, BLOCK))])
+        expected = names.of(keys)
         assert summary(events)[:2] == [(0, "created"), (1, "stored")]
         assert [event["event_id"] for event in events] == list(range(len(events)))
         assert {event["hash_algo"] for event in events} == {effective}
