@@ -43,6 +43,16 @@ class Admission:
         self._refusal: tuple[int, list[int]] | None = None
         """Arrival of the sequence that got no pages last, and what was available then."""
 
+    def plan_decode(self, seq: Sequence, plan: StepPlan, budget: StepBudget) -> bool:
+        """Give a running sequence its next token, if there is a page for it."""
+        start = seq.num_computed
+        if not self._room.grow(seq, start + 1, plan):
+            plan.refused.append(seq)
+            return False
+        budget.tokens -= 1
+        plan.chunks.append(Chunk(seq, start, 1, sample=True))
+        return True
+
     def plan_chunk(self, seq: Sequence, plan: StepPlan, budget: StepBudget) -> bool:
         """Give a running sequence its next chunk, if budgets and pages allow."""
         length = self._next_length(seq, budget)
@@ -69,7 +79,10 @@ class Admission:
         seats = limit - sum(other.phase is Phase.RUNNING for other in self._queues.running)
         prefixes: UnfinishedPrefixes | None = None
         deferred = 0
-        for seq in list(self._queues.waiting):
+        queue = list(self._queues.waiting)
+        if budget.tokens <= 0 or seats <= 0 or len(plan.chunks) >= limit:
+            queue = [seq for seq in queue if seq.handoff is not None or seq.phase is Phase.SUSPENDED or forced]
+        for seq in queue:
             if forced:
                 self._serve(seq, plan, budget, forced=True)
                 return

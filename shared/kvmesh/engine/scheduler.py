@@ -64,8 +64,7 @@ class Scheduler:
         self._prefetch()
         plan = StepPlan()
         budget = StepBudget(self._limits.max_num_tokens, self._limits.context_kv_cap_tokens)
-        self._plan_running(plan, budget, decoding=True)
-        self._plan_running(plan, budget, decoding=False)
+        self._plan_running(plan, budget)
         if not plan.gave_way:
             # Else pages are short, and a sequence from the queue would only take them from the one just put there.
             self._admission.admit(plan, budget)
@@ -94,13 +93,18 @@ class Scheduler:
                 break
             self._queues.start(seq)
 
-    def _plan_running(self, plan: StepPlan, budget: StepBudget, *, decoding: bool) -> None:
-        # A copy: giving way removes from the list, always behind the sequence being planned.
-        for seq in list(self.running):
-            if budget.tokens <= 0 or len(plan.chunks) >= self._limits.max_batch_size:
-                break
-            if seq.phase is Phase.RUNNING and seq.is_decoding is decoding:
-                self._admission.plan_chunk(seq, plan, budget)
+    def _plan_running(self, plan: StepPlan, budget: StepBudget) -> None:
+        decodes: list[Sequence] = []
+        contexts: list[Sequence] = []
+        for seq in self.running:
+            if seq.phase is Phase.RUNNING:
+                (decodes if seq.is_decoding else contexts).append(seq)
+        for sequences, plan_next in ((decodes, self._admission.plan_decode), (contexts, self._admission.plan_chunk)):
+            for seq in sequences:
+                if budget.tokens <= 0 or len(plan.chunks) >= self._limits.max_batch_size:
+                    return
+                if seq.phase is Phase.RUNNING:  # Still: it may have given way to one before it.
+                    plan_next(seq, plan, budget)
 
     def _prefetch(self) -> None:
         wanted = self._limits.disk_prefetch_num_reqs

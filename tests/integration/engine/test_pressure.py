@@ -14,15 +14,26 @@ from kvmesh.protocol.engine import Generate
 Make = Callable[..., Any]
 
 KIB = 1 << 10
+_EXPECTED: dict[str, list[list[int]]] = {}
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def crowd(prompt: Make, request_of: Make) -> list[Generate]:
     """Requests of up to 90 tokens; every third begins like the one before it."""
     return [
         request_of(f"r{i}", prompt(6 + (i * 13) % 40, i - (i % 3 == 2)), max_tokens=15 + (i * 7) % 30)
         for i in range(24)
     ]
+
+
+@pytest.fixture
+def expected(crowd: list[Generate], make_engine: Make, tmp_path: Path, family: str) -> list[list[int]]:
+    """Each alone, with reuse off; also leaves the model in ``tmp_path``."""
+    build(family).save_pretrained(tmp_path)
+    if family not in _EXPECTED:
+        alone = make_engine(model=str(tmp_path), cache={"enable_block_reuse": False, "host_cache_size": 0})
+        _EXPECTED[family] = [alone.run(request)[0].tokens for request in crowd]
+    return _EXPECTED[family]
 
 
 @pytest.mark.parametrize("policy", ["max_utilization", "guaranteed_no_evict"])
@@ -40,17 +51,15 @@ def crowd(prompt: Make, request_of: Make) -> list[Generate]:
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("family")
 def test_outputs_are_those_of_runs_alone(
-    family: str,
     cache: dict[str, Any],
     policy: str,
     crowd: list[Generate],
+    expected: list[list[int]],
     make_engine: Make,
     tmp_path: Path,
 ) -> None:
-    build(family).save_pretrained(tmp_path)
-    alone = make_engine(model=str(tmp_path), cache={"enable_block_reuse": False, "host_cache_size": 0})
-    expected = [alone.run(request)[0].tokens for request in crowd]
     bench = make_engine(
         model=str(tmp_path), tokens=128, max_num_tokens=24, max_batch_size=12, scheduler_policy=policy, cache=cache
     )

@@ -71,3 +71,14 @@ def test_progress_begins_the_count_anew() -> None:
     for plan in (*[idle] * (MAX_IDLE_PASSES - 1), busy.step(), *[idle] * (MAX_IDLE_PASSES - 1)):
         assert watch.check(plan, in_transfer=False) == []
     assert watch.check(idle, in_transfer=False)
+
+
+def test_a_request_fails_once_however_often_it_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should the cache refuse what it has, a pass by rank and a pass by force both end in a refusal."""
+    bench = SchedulerBench(10)
+    bench.add("a", 4)
+    monkeypatch.setattr(bench.pages, "grow", lambda _seq, _tokens: False)
+    watch = StarvationWatch(bench.manager, bench.scheduler)  # type: ignore[arg-type]
+    ends = [watch.check(bench.step(), in_transfer=False) for _ in range(MAX_IDLE_PASSES)]
+    assert len(bench.step().refused) > 1
+    assert [seq.request_id for seq, _ in ends[-1]] == ["a"]
