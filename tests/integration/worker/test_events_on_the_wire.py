@@ -20,10 +20,12 @@ BLOCK = 32
 
 
 class Subscriber:
-    """Keeps ``hash -> (parent hash, tokens)`` of one publisher."""
+    """Keeps ``hash -> (parent hash, tokens)`` of one publisher, and the media that each block is in."""
 
     def __init__(self, endpoint: str, replay_endpoint: str) -> None:
         self.blocks: dict[int, tuple[int | None, tuple[int, ...]]] = {}
+        self.media: dict[int, set[str]] = {}
+        self.moved_to: set[str] = set()
         self.last = -1
         self.gaps = 0
         self.topics: set[bytes] = set()
@@ -83,18 +85,27 @@ class Subscriber:
                 self._store(event)
             elif event["type"] == "BlockRemoved":
                 for key in event["block_hashes"]:
-                    del self.blocks[key]
+                    self.media[key].remove(event["medium"])
+                    if not self.media[key]:
+                        del self.media[key], self.blocks[key]
             else:
                 assert event["type"] == "AllBlocksCleared"
                 self.blocks.clear()
+                self.media.clear()
         self.last = sequence
 
     def _store(self, event: dict[str, Any]) -> None:
         hashes, tokens, size = event["block_hashes"], event["token_ids"], event["block_size"]
         assert size == BLOCK
-        assert len(tokens) == size * len(hashes)
         assert {"lora_id", "lora_name", "medium"} <= set(event)
-        assert event["medium"] == "GPU"
+        for key in hashes:
+            assert event["medium"] not in self.media.setdefault(key, set())
+            self.media[key].add(event["medium"])
+        if not tokens:
+            assert set(hashes) <= self.blocks.keys(), "only known blocks move"
+            self.moved_to.add(event["medium"])
+            return
+        assert len(tokens) == size * len(hashes)
         parent = event["parent_block_hash"]
         assert parent is None or parent in self.blocks, "no orphans"
         for index, key in enumerate(hashes):
@@ -119,7 +130,9 @@ def publishing(settings_of: Callable[..., Any], serve: Callable[..., Any]) -> Ca
     @asynccontextmanager
     async def publishing(count: int) -> AsyncIterator[tuple[Any, list[Subscriber]]]:
         # 20 blocks: later prompts evict earlier ones, so that blocks are removed, too.
-        async with serve(settings_of("both", backend=None, events=True, max_tokens=640, host_cache_size=0)) as (worker,):
+        async with serve(settings_of("both", backend=None, events=True, max_tokens=640, host_cache_size=0)) as (
+            worker,
+        ):
             info = await worker.get("/server_info")
             subscribers = [Subscriber(info["events_endpoint"], info["replay_endpoint"]) for _ in range(count)]
             try:
@@ -154,18 +167,22 @@ async def test_a_gap_is_seen_and_replayed(publishing: Callable[..., Any]) -> Non
         await check_gap(worker, steady, forgetful)
 
 
-async def test_a_clean_stop_takes_every_block_back(settings_of: Callable[..., Any], serve: Callable[..., Any]) -> None:
-    """§8.23: every stored hash is removed exactly once by the end."""
-    async with serve(settings_of("both", backend=None, events=True, max_tokens=640)) as (worker,):
+async def test_blocks_move_to_the_host_and_a_clean_stop_takes_them_all_back(
+    settings_of: Callable[..., Any], serve: Callable[..., Any]
+) -> None:
+    """§8.23: every stored hash is removed exactly once by the end; decisions.md 6: moves are told."""
+    settings = settings_of("both", backend=None, events=True, max_tokens=640, host_cache_size=16 << 20)
+    async with serve(settings) as (worker,):
         info = await worker.get("/server_info")
         subscriber = Subscriber(info["events_endpoint"], info["replay_endpoint"])
         number = 0
-        while subscriber.last < 0:  # its subscription takes a moment to reach the publisher
-            await ask(worker, number, 1)
+        while not subscriber.moved_to:
+            await ask(worker, number, 4)
             number += 1
             if await subscriber.stream.poll(200):
                 await subscriber.follow()
-        assert subscriber.blocks
+        assert subscriber.moved_to == {"CPU"}
+        assert all(len(media) == 1 for media in subscriber.media.values())
     try:
         with anyio.fail_after(20):
             while subscriber.blocks:
