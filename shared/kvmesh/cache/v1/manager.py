@@ -17,18 +17,19 @@ from kvmesh.cache.events import EventSink
 from kvmesh.cache.layout import PageLayout
 from kvmesh.cache.pages import PageCounts
 from kvmesh.cache.retention import validate
-from kvmesh.cache.stats import CacheCounters, CacheStats, GroupPages, LevelStats
-from kvmesh.cache.v1.block import DEVICE, Block, BlockState
+from kvmesh.cache.stats import CacheCounters, CacheStats, LevelStats
+from kvmesh.cache.v1.block import DEVICE, Block
 from kvmesh.cache.v1.index import BlockIndex
 from kvmesh.cache.v1.integrity import check_blocks
 from kvmesh.cache.v1.lease import BlockLease
-from kvmesh.cache.v1.match import Match, find_path, servable_tokens
+from kvmesh.cache.v1.match import Match, Prompt, find_match
 from kvmesh.cache.v1.opening import Opening
+from kvmesh.cache.v1.report import level_stats, page_counts, reservable_pages
 from kvmesh.cache.v1.sequence import V1Sequence
 from kvmesh.cache.v1.settings import V1Settings
 from kvmesh.cache.v1.tiers import BlockTiers, PageMemory
 from kvmesh.cache.v1.tokens import block_keys
-from kvmesh.cache.v1.usage import BlockUsage, LevelUse
+from kvmesh.cache.v1.usage import BlockUsage
 from kvmesh.cache.windows import blocks_needed, first_live_block
 from kvmesh.hashing import ReuseScope, TokenIds
 from kvmesh.net.clock import Clock
@@ -120,7 +121,7 @@ class V1CacheManager:
             for node in path[first_live_block(found.num_tokens, size, group.window) :]:
                 assert node.block is not None
                 coldest = max(coldest, node.block.level)
-        coldest = max((tail.level for tail in found.tails), default=coldest)
+        coldest = max([coldest, *(tail.level for tail in found.tails)])
         return MatchInfo(found.num_tokens, found.num_tokens // size, coldest)
 
     def create(
@@ -184,7 +185,7 @@ class V1CacheManager:
 
     def reservable_pages(self) -> list[int]:
         """See :class:`~kvmesh.cache.base.CacheManager`."""
-        return [_reservable(levels[DEVICE]) for levels in self.usage.pools]
+        return [reservable_pages(levels[DEVICE]) for levels in self.usage.pools]
 
     def rebalance(self, now_s: float) -> bool:  # noqa: ARG002 - of the protocol
         """False: V1 splits the memory once, at construction."""
@@ -206,7 +207,7 @@ class V1CacheManager:
 
     def stats(self) -> CacheStats:
         """See :class:`~kvmesh.cache.base.CacheManager`; the states are those of device pages."""
-        pools = tuple(_page_counts(levels[DEVICE]) for levels in self.usage.pools)
+        pools = tuple(page_counts(levels[DEVICE]) for levels in self.usage.pools)
         sums = PageCounts(*np.sum(pools, axis=0).tolist())
         return CacheStats(
             **sums._asdict(),
@@ -220,22 +221,7 @@ class V1CacheManager:
 
     def level_stats(self) -> list[LevelStats]:
         """See :class:`~kvmesh.cache.base.CacheManager`."""
-        tallies = [[[0] * len(BlockState) for _ in self.layout.groups] for _ in self._tiers]
-        for block in self._blocks():
-            tallies[block.level][block.group][block.state] += 1
-        return [
-            LevelStats(
-                level,
-                tier,
-                tuple(levels[level].free.capacity for levels in self.usage.pools),
-                tuple(len(levels[level].free) for levels in self.usage.pools),
-                tuple(
-                    _group_pages(group.group_id, group.window, tallies[level][group.group_id])
-                    for group in self.layout.groups
-                ),
-            )
-            for level, tier in enumerate(self._tiers)
-        ]
+        return level_stats(self.layout, self.usage, self._tiers, self._blocks())
 
     def check_integrity(self) -> None:
         """See :class:`~kvmesh.cache.base.CacheManager`."""
@@ -265,23 +251,13 @@ class V1CacheManager:
 
     def _find(self, scope: ReuseScope, token_ids: TokenIds, keys: list[bytes]) -> Match:
         """The longest prefix that every layer group can serve."""
-        size = self.layout.tokens_per_block
-        usable = self.opening.may_take_part_of
-        paths = [find_path(tree, scope, keys, token_ids, size, usable) for tree in self.index.trees]
-        limit, before = max(len(token_ids) - 1, 0), -1
-        whole_blocks = not self.settings.enable_partial_reuse
-        tails: list[Block] = []
-        while limit != before:
-            before = limit
-            for group, path in zip(self.layout.groups, paths, strict=True):
-                limit = servable_tokens(path, limit, size, group.window)
-            if limit % size:
-                nodes = [path.nodes[limit // size] if limit // size < len(path.nodes) else path.tail for path in paths]
-                tails = [node.block for node in nodes if node is not None and node.block is not None]
-                if whole_blocks or not all(self.opening.may_take_part_of(block) for block in tails):
-                    limit -= limit % size
-        full = limit // size
-        return Match(limit, [path.nodes[:full] for path in paths], tails if limit % size else [])
+        return find_match(
+            self.layout,
+            self.index.trees,
+            Prompt(scope, token_ids, keys),
+            usable=self.opening.may_take_part_of,
+            partial=self.settings.enable_partial_reuse,
+        )
 
     def _count_creation(self, cached: int, prompt_length: int) -> None:
         counters = self.counters
@@ -299,31 +275,3 @@ class V1CacheManager:
                 flows.add("reused_full", block.level, block.group, 1)
             if view.tail is not None:
                 flows.add("reused_partial", view.tail.level, view.tail.group, 1)
-
-
-def _page_counts(use: LevelUse) -> PageCounts:
-    counts = use.counts
-    return PageCounts(
-        total=use.free.capacity,
-        free=len(use.free),
-        evictable=counts[BlockState.EVICTABLE],
-        held=counts[BlockState.HELD],
-        locked=counts[BlockState.LOCKED],
-        pinned=counts[BlockState.PINNED],
-        quarantined=counts[BlockState.QUARANTINED],
-    )
-
-
-def _reservable(use: LevelUse) -> int:
-    return use.free.capacity - use.counts[BlockState.PINNED] - use.counts[BlockState.QUARANTINED]
-
-
-def _group_pages(group: int, window: int | None, tally: list[int]) -> GroupPages:
-    return GroupPages(
-        group,
-        window,
-        locked=tally[BlockState.LOCKED],
-        pinned=tally[BlockState.PINNED] + tally[BlockState.QUARANTINED],
-        held=tally[BlockState.HELD],
-        evictable=tally[BlockState.EVICTABLE],
-    )

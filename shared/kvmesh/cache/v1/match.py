@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from kvmesh.cache.layout import PageLayout
 from kvmesh.cache.v1.block import Block
 from kvmesh.cache.v1.tree import BlockTree, Node, token_bytes
 from kvmesh.cache.windows import first_live_block
 from kvmesh.hashing import ReuseScope, TokenIds
 
-__all__ = ["GroupPath", "Match", "find_path", "servable_tokens"]
+__all__ = ["GroupPath", "Match", "Prompt", "find_match", "find_path", "servable_tokens"]
+
+
+class Prompt(NamedTuple):
+    """What is looked for."""
+
+    scope: ReuseScope
+    token_ids: TokenIds
+    """int32."""
+    keys: Sequence[bytes]
+    """V1 keys of its full blocks."""
 
 
 class GroupPath(NamedTuple):
@@ -34,31 +45,50 @@ class Match(NamedTuple):
     """By group, the block whose leading tokens are used; empty when ``num_tokens`` are whole blocks."""
 
 
-def find_path(
-    tree: BlockTree,
-    scope: ReuseScope,
-    keys: Sequence[bytes],
-    token_ids: TokenIds,
-    tokens_per_block: int,
+def find_match(
+    layout: PageLayout,
+    trees: Sequence[BlockTree],
+    prompt: Prompt,
+    *,
     usable: Callable[[Block], bool],
-) -> GroupPath:
-    """Walk one tree along a prompt.
+    partial: bool,
+) -> Match:
+    """The longest prefix of a prompt that every layer group can serve, at most all of it but one token.
 
     Args:
-        tree: of one layer group.
-        scope: where to begin.
-        keys: V1 keys of the prompt's full blocks.
-        token_ids: the prompt, int32.
-        tokens_per_block: tokens of a full block.
+        layout: layer groups and their windows.
+        trees: by layer group.
+        prompt: what is looked for.
         usable: whether the leading tokens of a block may be reused.
+        partial: whether they may at all.
     """
-    node = tree.root(scope)
+    size = layout.tokens_per_block
+    paths = [find_path(tree, prompt, size, usable) for tree in trees]
+    limit, before = max(len(prompt.token_ids) - 1, 0), -1
+    tails: list[Block] = []
+    while limit != before:
+        before = limit
+        for group, path in zip(layout.groups, paths, strict=True):
+            limit = servable_tokens(path, limit, size, group.window)
+        full, rest = divmod(limit, size)
+        if rest:
+            nodes = [path.nodes[full] if full < len(path.nodes) else path.tail for path in paths]
+            tails = [node.block for node in nodes if node is not None and node.block is not None]
+            if not partial or not all(usable(block) for block in tails):
+                limit -= rest
+    full, rest = divmod(limit, size)
+    return Match(limit, [path.nodes[:full] for path in paths], tails if rest else [])
+
+
+def find_path(tree: BlockTree, prompt: Prompt, tokens_per_block: int, usable: Callable[[Block], bool]) -> GroupPath:
+    """Walk one tree along a prompt."""
+    node = tree.root(prompt.scope)
     if node is None:
         return GroupPath([], None, 0)
-    data = token_bytes(token_ids)
-    width = 4 * tokens_per_block
+    data = token_bytes(prompt.token_ids)
+    width = len(data) // max(len(prompt.token_ids), 1) * tokens_per_block
     nodes: list[Node] = []
-    for i, key in enumerate(keys[: len(token_ids) // tokens_per_block]):
+    for i, key in enumerate(prompt.keys[: len(prompt.token_ids) // tokens_per_block]):
         child = tree.child(node, key, data[i * width : (i + 1) * width])
         if child is None:
             break

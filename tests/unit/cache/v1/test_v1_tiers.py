@@ -139,6 +139,24 @@ def test_a_partially_matched_host_block_is_onboarded_to_be_claimed(make_cache: M
     sequence.close()
 
 
+@pytest.mark.parametrize("length", [9, 10, 12])
+def test_the_coldest_level_of_a_match(make_cache: Make, length: int) -> None:
+    """Of whole and partially matched blocks: here the last one alone is on the host, then the first two as well."""
+    cache = make_cache(3, host=3)
+    cache.serve(PROMPT)
+    prompt = as_token_ids([*PROMPT[:length], 70])
+    assert cache.manager.match(UNSCOPED, prompt).coldest_level == 0
+    fill(cache, 1)
+    assert cache.manager.match(UNSCOPED, prompt) == (length, length // 4, 1)
+    assert cache.manager.match(UNSCOPED, as_token_ids(PROMPT[:8])).coldest_level == 0
+    fill(cache, 3)
+    sibling = cache.open([*PROMPT[:8], 90, 91, 92, 93])
+    cache.compute(sibling, [90, 91, 92, 93], PROMPT[:8])
+    sibling.close()
+    assert cache.manager.match(UNSCOPED, as_token_ids([*PROMPT[:8], 90, 1])).coldest_level == 0
+    assert cache.manager.match(UNSCOPED, prompt).coldest_level == 1
+
+
 def host_slot(cache: SmallCache, last_token: int) -> int:
     [block] = [
         node.block
