@@ -49,8 +49,16 @@ class GroupBlocks:
 
     @property
     def all(self) -> Pages:
-        """Page of every block, ``NO_PAGE`` where there is none (a view)."""
+        """Page of every block, ``NO_PAGE`` where there is none (a view); the retained ones may be on any level."""
         return self._pages[: self.count]
+
+    def readable(self) -> Pages:
+        """Page of every block, ``NO_PAGE`` where there is none or the window has passed (perhaps a view)."""
+        if self.live == self.stale:
+            return self.all
+        pages = self.all.copy()
+        pages[self.live : self.stale] = NO_PAGE
+        return pages
 
     def between(self, begin: int, end: int) -> Pages:
         """Pages of the blocks ``begin .. end - 1``, ``NO_PAGE`` where there is none (a view)."""
@@ -161,6 +169,14 @@ class GroupBlocks:
             self.table.unhold(self._there(self._pages[self.live : end]))
             self._pages[self.live : end] = NO_PAGE
             self.live = end
+
+    def forget_damaged(self) -> None:
+        """Let go of retained pages whose bytes a cold tier has lost: they must not be committed."""
+        if self.table.damaged and self.live < self.stale:
+            waiting = self._pages[self.live : self.stale]
+            lost = np.isin(waiting, list(self.table.damaged))
+            self.table.unhold(waiting[lost])
+            waiting[lost] = NO_PAGE
 
     def give_back(self, *, locked: bool) -> None:
         """Let go of everything, last block first."""

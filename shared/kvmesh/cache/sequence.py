@@ -274,7 +274,7 @@ class KvCache:
         end = self._committed + len(token_ids)
         if end > self._capacity:
             raise ValueError(f"{self.request_id}: {end} tokens committed with a capacity of {self._capacity}")
-        if self._any_quarantined(self._committed // self._block_tokens):
+        if self._any_quarantined(self._num_stored):
             raise CacheStateError(f"{self.request_id}: commit of quarantined pages")
         self._write_tokens(token_ids)
         self._committed = end
@@ -331,7 +331,7 @@ class KvCache:
         blocks = -(-num_tokens // self._block_tokens)
         if num_tokens < 0 or blocks > self._num_blocks:
             raise ValueError(f"{self.request_id}: no pages for {num_tokens} tokens, only {self._num_blocks} blocks")
-        pages = [group.all[:blocks].copy() for group in self._groups]
+        pages = [group.readable()[:blocks].copy() for group in self._groups]
         for group, own in zip(self._groups, pages, strict=True):
             if (group.table.level[own[own != NO_PAGE]] != DEVICE_LEVEL).any():
                 raise CacheStateError(f"{self.request_id}: hold of pages that are not on the device; resume it first")
@@ -344,7 +344,7 @@ class KvCache:
         committing may exchange a page for an identical shared one.
         """
         blocks = self._groups[group]
-        return blocks.table.slots(blocks.all)
+        return blocks.table.slots(blocks.readable())
 
     def block_table_into(self, group: int, row: Pages) -> int:
         """Write :meth:`page_ids` to the start of ``row`` (int32) and return their number; the rest is not touched."""
@@ -370,7 +370,12 @@ class KvCache:
             raise CacheStateError(f"{self.request_id}: {action} on a sequence that is {self._state.value}")
 
     def _any_quarantined(self, start: int) -> bool:
-        return any(blocks.table.any_quarantined(blocks.active(start)) for blocks in self._groups)
+        """Whether a peer may write into an active page of a block from ``start`` on, or into one to be committed."""
+        return any(
+            blocks.table.any_quarantined(pages)
+            for blocks in self._groups
+            for pages in (blocks.active(start), blocks.retained())
+        )
 
     def _bring_to_device(self, pages: list[Pages]) -> bool:
         """Move promoted pages that are on colder levels up; whether all are on the device."""
@@ -528,6 +533,8 @@ class KvCache:
         if last <= first:
             return
         self._know_keys(last)
+        for blocks in self._groups:
+            blocks.forget_damaged()
         tokens = self._tokens[first * self._block_tokens : last * self._block_tokens]
         stored = self._store.commit_full(
             self.scope,

@@ -265,7 +265,7 @@ class BlockStore:
         return True
 
     def attach_page(self, node: int, group: int, page: Pages, num_tokens: int) -> None:
-        """Let a block of the tree offer ``page`` (an array of one, on the device), instead of what it had in ``group``.
+        """Let a block of the tree offer ``page`` (an array of one), instead of what it had in ``group``.
 
         The caller tells of it: what was there before is neither told as removed nor as moved here.
         """
@@ -373,8 +373,9 @@ class BlockStore:
             if self.layout.groups[group].kind == "state":
                 self._add_snapshots(group, scope, parent_key, keys, token_ids, nodes, own, theirs)
                 continue
+            # A page that only waits to be committed may itself be on a colder level.
             as_good = (
-                there & (table.num_tokens[theirs] >= self.tokens_per_block) & (table.level[theirs] == DEVICE_LEVEL)
+                there & (table.num_tokens[theirs] >= self.tokens_per_block) & (table.level[theirs] <= table.level[own])
             )
             same = mine & as_good & (own != theirs)
             if same.any():
@@ -390,7 +391,7 @@ class BlockStore:
                 self.attach_page(int(nodes[at]), group, own[at : at + 1], self.tokens_per_block)
                 if there[at] and whole:
                     if self._sink is not None:
-                        self._sink.on_moved(group, [keys[at]], level, DEVICE_LEVEL)
+                        self._sink.on_moved(group, [keys[at]], level, int(table.level[own[at]]))
                     continue
                 parent = parent_key if at == 0 else keys[at - 1]
                 self._tell(scope, parent, [keys[at]], token_ids[at : at + 1], group, own[at : at + 1])
@@ -476,12 +477,16 @@ class BlockStore:
             here = pages != NO_PAGE
             # The first page may be an adopted one: it covers less, and may be on a colder level.
             adopted = here[0] and self.group_tables[group].num_tokens[pages[0]] < tokens.shape[1]
-            if here.all() and not adopted:
+            levels = self.group_tables[group].level[pages]
+            if here.all() and not adopted and (levels == levels[0]).all():
                 self._tell(scope, parent_key, keys, tokens, group, pages)
                 continue
             runs = [(0, 1)] if adopted else []
             here[0] = here[0] and not adopted
-            runs += _runs(here)
+            # Pages that only waited to be committed may be on colder levels.
+            for level in np.unique(levels[here]).tolist():
+                runs += _runs(here & (levels == level))
+            runs.sort()
             if self.layout.groups[group].kind == "state":  # Each covers as much as it does.
                 runs = [(at, at + 1) for begin, end in runs for at in range(begin, end)]
             for begin, end in runs:
