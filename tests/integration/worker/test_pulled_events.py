@@ -36,15 +36,21 @@ def blocks_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [block for event in events if event["data"]["type"] == "stored" for block in event["data"]["blocks"]]
 
 
-@pytest.mark.parametrize("algo", ["auto", "v1_block_key"])
-async def test_a_salted_prompt(serve: Callable[..., Any], settings_of: Callable[..., Any], algo: str) -> None:
+@pytest.mark.parametrize(("v2", "algo"), [(True, "auto"), (True, "v1_block_key"), (False, "auto")])
+async def test_a_salted_prompt(serve: Callable[..., Any], settings_of: Callable[..., Any], v2: bool, algo: str) -> None:
     """§2.2 kv_cache_event_hash_algo, §4.2; what is advertised is what is used."""
-    settings = settings_of("both", event_buffer_max_size=100, kv_cache_event_hash_algo=algo)
+    settings = settings_of(
+        "both",
+        backend=None,
+        event_buffer_max_size=100,
+        kv_cache_event_hash_algo=algo,
+        use_kv_cache_manager_v2=v2,
+    )
     async with serve(settings) as (worker,):
         info = await worker.get("/server_info")
         assert info["tokens_per_block"] == BLOCK
         effective = info["kv_cache_hash_algo"]
-        assert effective == ("v2_sha256" if algo == "auto" else algo)
+        assert effective == ("v2_sha256" if v2 and algo == "auto" else "v1_block_key")
         status, _ = await worker.complete(PROMPT, max_tokens=1, cache_salt="tenant-a")
         assert status == 200
         await worker.wait_whole()
@@ -52,12 +58,14 @@ async def test_a_salted_prompt(serve: Callable[..., Any], settings_of: Callable[
         scope = ReuseScope(salt=salt_id("tenant-a"))
         tokens = as_token_ids(PROMPT)
         keys = v2_block_keys(tokens, BLOCK, v2_root(scope))
+        # The V1 manager's own keys are the chain that the V2 manager's are named by.
         names = block_names(effective, manager_v2=True, tokens_per_block=BLOCK)
         names.learn([NamedRun(scope, None, keys, tokens[: 2 * BLOCK].reshape(2, BLOCK))])
         expected = names.of(keys)
         assert summary(events)[:2] == [(0, "created"), (1, "stored")]
         assert [event["event_id"] for event in events] == list(range(len(events)))
         assert {event["hash_algo"] for event in events} == {effective}
+        assert {event.get("layer_group_id") for event in events} == {0 if v2 else None}
         blocks = blocks_of(events)
         assert [block["block_hash"] for block in blocks[:2]] == expected
         assert [token["token_id"] for block in blocks for token in block["tokens"]][: 2 * BLOCK] == PROMPT[: 2 * BLOCK]
