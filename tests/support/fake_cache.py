@@ -345,12 +345,17 @@ class FakeCacheManager:
         retention: RetentionConfig | None = None,
         conversation_id: str | None = None,
         reuse: bool = True,
+        prompt_length: int | None = None,
+        reuse_limit: int | None = None,
     ) -> FakeCache:
-        del retention, conversation_id
+        del retention, conversation_id, prompt_length
         keys = self.block_keys(scope, token_ids) if block_keys is None else block_keys
         cache = FakeCache(self, scope, token_ids, request_id)
         cache.reuse = reuse
         found = self._found(keys, len(token_ids)) if reuse else []
+        if reuse_limit is not None:
+            assert not any(group.window for group in self.layout.groups) or len(found) * self.block <= reuse_limit
+            found = found[: reuse_limit // self.block]
         history = len(found) * self.block
         for group in self.layout.groups:
             first = stale_range(history, self.block, group.window).end

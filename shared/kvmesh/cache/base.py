@@ -194,17 +194,21 @@ class CacheManager(Protocol):
         retention: RetentionConfig | None = None,
         conversation_id: str | None = None,
         reuse: bool = True,
+        prompt_length: int | None = None,
+        reuse_limit: int | None = None,
     ) -> SequenceCache:
         """A new suspended sequence that holds the cached prefix of its prompt.
 
         Args:
             scope: where its blocks may be reused.
-            token_ids: the prompt, int32, at least one token.
+            token_ids: the prompt, int32, at least one token; tokens that were generated already may follow.
             request_id: for messages.
             block_keys: :meth:`block_keys` of the same prompt, when the caller has them.
             retention: priorities of its blocks.
             conversation_id: for the ``per_conversation`` policy.
             reuse: False: neither look for cached blocks nor leave any.
+            prompt_length: how many of ``token_ids`` are the prompt; None: all.
+            reuse_limit: take at most so many leading tokens from the cache; None: as many as there are.
         """
         ...
 

@@ -129,17 +129,21 @@ class KvCacheManager:
         retention: RetentionConfig | None = None,
         conversation_id: str | None = None,
         reuse: bool = True,
+        prompt_length: int | None = None,
+        reuse_limit: int | None = None,
     ) -> KvCache:
         """A new suspended sequence that holds the cached prefix of its prompt.
 
         Args:
             scope: with whom blocks may be shared.
-            token_ids: the prompt, int32, at least one token.
+            token_ids: the prompt, int32, at least one token; tokens that were generated already may follow.
             request_id: for messages.
             block_keys: from :meth:`block_keys` of the same scope and tokens.
             retention: priorities of its blocks, validated.
             conversation_id: for the ``per_conversation`` policy; ignored under the others.
             reuse: False: neither look for cached blocks nor leave any.
+            prompt_length: how many of ``token_ids`` are the prompt; None: all.
+            reuse_limit: take at most so many leading tokens from the cache; None: as many as there are.
 
         Raises:
             ValueError: the prompt is empty.
@@ -147,7 +151,8 @@ class KvCacheManager:
         if not len(token_ids):
             raise ValueError(f"{request_id}: a prompt has at least one token")
         keys = self.block_keys(scope, token_ids) if block_keys is None else block_keys
-        match = self.find(scope, token_ids, keys) if reuse else NO_MATCH
+        match = self.find(scope, token_ids, keys, reuse_limit) if reuse else NO_MATCH
+        prompt_length = len(token_ids) if prompt_length is None else prompt_length
         settings = self.settings
         fork = self._fork(keys, len(token_ids)) if reuse else None
         points = self._snapshot_points(len(token_ids), fork) if reuse else ()
@@ -156,10 +161,11 @@ class KvCacheManager:
             scope,
             token_ids,
             request_id,
+            prompt_length=prompt_length,
             match=match,
             block_keys=keys,
             priorities=PagePriorities(
-                retention, len(token_ids), self.layout.tokens_per_block, settings.swa_endpoint_rewind_tokens
+                retention, prompt_length, self.layout.tokens_per_block, settings.swa_endpoint_rewind_tokens
             ),
             storing=settings.enable_block_reuse and reuse,
             boundaries=self._boundaries(points, fork),
@@ -170,11 +176,14 @@ class KvCacheManager:
         self._count_creation(sequence, len(token_ids))
         return sequence
 
-    def find(self, scope: ReuseScope, token_ids: TokenIds, block_keys: list[bytes]) -> BlockMatch:
-        """The blocks behind :meth:`match`; nothing where reuse is off."""
+    def find(
+        self, scope: ReuseScope, token_ids: TokenIds, block_keys: list[bytes], limit: int | None = None
+    ) -> BlockMatch:
+        """The blocks behind :meth:`match`, of ``limit`` tokens at most; nothing where reuse is off."""
         if not self.settings.enable_block_reuse:
             return NO_MATCH
-        return self.store.match(scope, block_keys, token_ids, len(token_ids) - 1)
+        longest = len(token_ids) - 1
+        return self.store.match(scope, block_keys, token_ids, longest if limit is None else min(limit, longest))
 
     def prefetch(self, scope: ReuseScope, token_ids: TokenIds, *, block_keys: list[bytes] | None = None) -> int:
         """Bring disk-tier pages of a prompt's cached prefix up to the host tier, best effort; returns their number."""

@@ -59,6 +59,7 @@ class KvCache:
         token_ids: TokenIds,
         request_id: str,
         *,
+        prompt_length: int,
         match: BlockMatch,
         block_keys: list[bytes],
         priorities: PagePriorities,
@@ -82,7 +83,8 @@ class KvCache:
         self._storing = storing
         """Off: commits are accepted, but nothing becomes reusable any more."""
         self._stopped = False
-        self._prompt_length = len(token_ids)
+        self._prompt_length = prompt_length
+        self._num_given = len(token_ids)
         self._tokens: TokenIds = np.empty(len(token_ids) + _TOKEN_SLACK, dtype=np.int32)
         self._tokens[: len(token_ids)] = token_ids
         self._keys = block_keys.copy()
@@ -499,7 +501,7 @@ class KvCache:
     def _write_tokens(self, token_ids: TokenIds) -> None:
         begin = self._committed
         end = begin + len(token_ids)
-        if end <= self._prompt_length and np.array_equal(self._tokens[begin:end], token_ids):
+        if end <= self._num_given and np.array_equal(self._tokens[begin:end], token_ids):
             return
         if end > len(self._tokens):
             grown = np.empty(2 * end, dtype=np.int32)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from kvmesh.cache.base import CacheManager
 from kvmesh.cache.windows import first_live_block
 from kvmesh.engine.sequence import Sequence
-from kvmesh.engine.tokens import TokenArray
 
 __all__ = ["MAX_REOPENINGS", "SequencePages"]
 
@@ -65,15 +64,16 @@ class SequencePages:
     def open(self, seq: Sequence, *, match: bool = True) -> bool:
         """See :class:`~kvmesh.engine.paging.Pages`."""
         for _ in range(MAX_REOPENINGS):
-            tokens = self._offered(seq) if match else seq.history.all()
             cache = self._manager.create(
                 seq.scope,
-                tokens,
+                seq.history.all(),
                 seq.request_id,
-                block_keys=self.block_keys(seq)[: len(tokens) // self.tokens_per_block],
+                block_keys=self.block_keys(seq),
                 retention=seq.retention,
                 conversation_id=seq.conversation_id,
                 reuse=match,
+                prompt_length=seq.history.prompt_length,
+                reuse_limit=self._reuse_limit(seq) if match else None,
             )
             if cache.resume():
                 seq.cache = cache
@@ -158,17 +158,16 @@ class SequencePages:
             seq.cache = None
         seq.num_computed = 0
 
-    def _offered(self, seq: Sequence) -> TokenArray:
-        """The tokens whose cached prefix a new cache may take."""
-        tokens = seq.history.all()
+    def _reuse_limit(self, seq: Sequence) -> int | None:
+        """How much of the cached prefix a new cache may take; None: all."""
         if not seq.awaits_transfer:
-            return tokens
-        found = self._manager.match(seq.scope, tokens, block_keys=self.block_keys(seq))
+            return None
+        found = self._manager.match(seq.scope, seq.history.all(), block_keys=self.block_keys(seq))
         if found.num_tokens >= seq.history.prompt_length:
-            return tokens
+            return None
         # Only whole blocks: a copied part of a block would be in the way of the peer that sends the block whole, and
         # must not become reusable if that goes wrong.
-        return tokens[: found.num_full_blocks * self.tokens_per_block + 1]
+        return found.num_full_blocks * self.tokens_per_block
 
     def _commit(self, seq: Sequence) -> None:
         # A suspended cache takes no commits, and needs none: everything was committed before.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tiny_models import build
 
@@ -69,3 +71,47 @@ def test_outputs_are_those_of_runs_alone(
     if policy == "guaranteed_no_evict":
         assert counters.preemptions == 0
     bench.check_idle()
+
+
+@pytest.mark.parametrize("family", ["gemma3"])
+@pytest.mark.parametrize(
+    "cache",
+    [
+        {"host_cache_size": 256 * KIB, "enable_swa_scratch_reuse": True},
+        {"host_cache_size": 0, "block_reuse_config": {"policy": "per_request"}},
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("family")
+def test_two_legs(
+    cache: dict[str, Any],
+    crowd: list[Generate],
+    expected: list[list[int]],
+    make_engine: Make,
+    tmp_path: Path,
+) -> None:
+    """Prompts are fetched while sequences give way on both sides; only pages inside the windows travel."""
+    settings = {"model": str(tmp_path), "transfers": {"backend": "DEFAULT"}, "max_num_tokens": 24, "tokens": 160}
+    context = make_engine(name="context", cache=cache, **settings)
+    generation = make_engine(name="generation", cache=cache, **settings)
+    waiting = {request.request_id: request for request in crowd}
+    for number, request in enumerate(crowd, 1):
+        context.submit(msgspec.structs.replace(request, kind="context", transfer_id=number))
+    end_s = time.monotonic() + 60.0
+    while waiting or not all(generation.answers[request.request_id].over for request in crowd):
+        assert time.monotonic() < end_s, "waited too long"
+        context.step()
+        generation.step()
+        for number, request in enumerate(crowd, 1):
+            first = context.answers[request.request_id]
+            if request.request_id in waiting and first.over:
+                assert first.failure is None
+                del waiting[request.request_id]
+                leg = {"kind": "generation", "transfer_id": number, "first_tokens": first.tokens}
+                generation.submit(msgspec.structs.replace(request, handoff=first.last.handoff, **leg))
+    assert [generation.answers[request.request_id].tokens for request in crowd] == expected
+    assert generation.executor.counters.preemptions > 0
+    while context.cache.open_leases:
+        context.step()
+    for bench in (context, generation):
+        bench.check_idle()

@@ -134,6 +134,8 @@ class V1CacheManager:
         retention: RetentionConfig | None = None,
         conversation_id: str | None = None,  # noqa: ARG002 - of the protocol
         reuse: bool = True,
+        prompt_length: int | None = None,
+        reuse_limit: int | None = None,
     ) -> V1Sequence:
         """See :class:`~kvmesh.cache.base.CacheManager`; ``conversation_id`` has no effect, for V1 has one policy.
 
@@ -149,9 +151,17 @@ class V1CacheManager:
         found = Match(0, [[] for _ in self.layout.groups], [])
         if reuse:
             keys = self.block_keys(scope, token_ids) if block_keys is None else block_keys
-            found = self._find(scope, token_ids, keys)
+            found = self._find(scope, token_ids, keys, reuse_limit)
         sequence = V1Sequence(
-            self, scope, token_ids, request_id, keys=keys, match=found, retention=retention, storing=reuse
+            self,
+            scope,
+            token_ids,
+            request_id,
+            prompt_length=len(token_ids) if prompt_length is None else prompt_length,
+            keys=keys,
+            match=found,
+            retention=retention,
+            storing=reuse,
         )
         self._sequences.add(sequence)
         self._count_creation(found.num_tokens, len(token_ids))
@@ -249,12 +259,12 @@ class V1CacheManager:
         blocks.update(block for lease in self._leases for block in lease.pinned())
         return blocks
 
-    def _find(self, scope: ReuseScope, token_ids: TokenIds, keys: list[bytes]) -> Match:
-        """The longest prefix that every layer group can serve."""
+    def _find(self, scope: ReuseScope, token_ids: TokenIds, keys: list[bytes], limit: int | None = None) -> Match:
+        """The longest prefix, of ``limit`` tokens at most, that every layer group can serve."""
         return find_match(
             self.layout,
             self.index.trees,
-            Prompt(scope, token_ids, keys),
+            Prompt(scope, token_ids, keys, limit),
             usable=self.opening.may_take_part_of,
             partial=self.settings.enable_partial_reuse,
         )

@@ -22,6 +22,8 @@ class Prompt(NamedTuple):
     """int32."""
     keys: Sequence[bytes]
     """V1 keys of its full blocks."""
+    limit: int | None = None
+    """Most tokens that may be found; None: all."""
 
 
 class GroupPath(NamedTuple):
@@ -65,6 +67,8 @@ def find_match(
     size = layout.tokens_per_block
     paths = [find_path(tree, prompt, size, usable) for tree in trees]
     limit, before = max(len(prompt.token_ids) - 1, 0), -1
+    if prompt.limit is not None:
+        limit = min(limit, prompt.limit)
     tails: list[Block] = []
     while limit != before:
         before = limit

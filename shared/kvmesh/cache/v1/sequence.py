@@ -53,6 +53,7 @@ class V1Sequence:
         token_ids: TokenIds,
         request_id: str,
         *,
+        prompt_length: int,
         keys: list[bytes],
         match: Match,
         retention: RetentionConfig | None,
@@ -68,7 +69,7 @@ class V1Sequence:
         self._retention = retention
         self._state = _State.CREATED
         self._lost = self._stopped = False
-        self._prompt_length = len(token_ids)
+        self._prompt_length = prompt_length
         self._tokens = SequenceTokens(scope, token_ids, keys, self._block_tokens)
         self._capacity = self._history = self._committed = match.num_tokens
         self._num_stored = match.num_tokens // self._block_tokens
