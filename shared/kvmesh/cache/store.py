@@ -386,12 +386,15 @@ class BlockStore:
             for at in np.flatnonzero(mine & ~as_good & (own != theirs)).tolist():
                 old = theirs[at : at + 1]
                 level, whole = int(table.level[old[0]]), int(table.num_tokens[old[0]]) >= self.tokens_per_block
+                priority = int(table.priority[old[0]])
                 if there[at] and not whole:
                     self._tell_removed(group, [keys[at]], old)
                 self.attach_page(int(nodes[at]), group, own[at : at + 1], self.tokens_per_block)
                 if there[at] and whole:
                     if self._sink is not None:
                         self._sink.on_moved(group, [keys[at]], level, int(table.level[own[at]]))
+                        if priority != table.priority[own[at]]:
+                            self.announce_priority(table, own[at : at + 1], priority)
                     continue
                 parent = parent_key if at == 0 else keys[at - 1]
                 self._tell(scope, parent, [keys[at]], token_ids[at : at + 1], group, own[at : at + 1])
