@@ -59,11 +59,11 @@ def _check_states(table: PageTable) -> None:
     _require(not (damaged & (known | ~used)).any(), "a damaged page is offered for reuse, or kept for nobody")
     held = ~fixed & (holds > 0)
     waiting = (known & ~used) | (held & ~damaged & (table.level < table.last_level))
-    queued = table.stamps.live != 0
+    queued = np.array([table.is_queued(page) for page in pages.tolist()], dtype=np.bool_)
     _require(bool(np.array_equal(queued, waiting)), "the eviction queues do not hold exactly what may leave")
-    for level, queue in enumerate(table.queues):
+    for level in range(table.last_level + 1):
         here = table.level == level
-        _require(int((queued & here).sum()) == len(queue), "an eviction queue miscounts")
+        _require(int((queued & here).sum()) == table.num_queued(level), "an eviction queue miscounts")
         counts = table.counts(level)
         _require(counts.held == int((held & here & ~free).sum()), "the number of held pages is wrong")
         _require(counts.evictable == int((known & ~used & here).sum()), "the number of evictable pages is wrong")

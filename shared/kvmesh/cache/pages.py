@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmesh.cache.errors import CacheIntegrityError, CacheStateError
-from kvmesh.cache.eviction import EvictionQueue, Stamps
 from kvmesh.cache.freelist import FreeList
+from kvmesh.kernels import _native
 from kvmesh.protocol.retention import DEFAULT_PRIORITY
 
 __all__ = ["DEFAULT_PRIORITY", "DEVICE_LEVEL", "NO_NODE", "NO_PAGE", "PageCounts", "PageTable", "Pages"]
@@ -76,9 +76,6 @@ class PageTable:
         self.num_slots = list(num_slots)
         """By level."""
         self.last_level = len(num_slots) - 1
-        self.stamps = Stamps(num_pages)
-        self.queues = [EvictionQueue(self.stamps) for _ in num_slots]
-        """By level: what can leave it, in this order."""
         self.free_pages = FreeList(num_pages)
         self.free_slots = [FreeList(count) for count in num_slots]
         self.level: NDArray[np.uint8] = np.zeros(num_pages, dtype=np.uint8)
@@ -95,9 +92,8 @@ class PageTable:
         self.damaged: set[int] = set()
         """Held pages whose bytes a cold tier has lost; they only wait for their users to leave."""
         self._uses: NDArray[np.int64] = np.zeros(num_pages, dtype=np.int64)
-        self._num_locked = 0
-        self._num_fixed = 0
-        self._num_held = [0] * len(num_slots)
+        columns = (self._uses, self.level, self.group, self.priority, self.slot, self.node, self.num_tokens)
+        self._states = _native.PageStates(columns, len(num_slots))
         self._durations: dict[int, float] = {}
         self._expiries: dict[int, float] = {}
         self._expiry_heap: list[tuple[float, int]] = []
@@ -105,13 +101,13 @@ class PageTable:
 
     def counts(self, level: int = DEVICE_LEVEL) -> PageCounts:
         """Pages of ``level`` by state."""
-        total, free, held = self.num_slots[level], len(self.free_slots[level]), self._num_held[level]
-        queued = len(self.queues[level])
+        total, free, held = self.num_slots[level], len(self.free_slots[level]), self._states.held(level)
+        queued = self._states.queued(level)
         evictable = queued if level == self.last_level else queued - self._queued_held(level)
         on_device = level == DEVICE_LEVEL
         quarantined = len(self.quarantines) - sum(self.locked(page) for page in self.quarantines) if on_device else 0
-        locked = self._num_locked if on_device else 0
-        pinned = self._num_fixed - self._num_locked - quarantined if on_device else 0
+        locked = self._states.num_locked if on_device else 0
+        pinned = self._states.num_fixed - locked - quarantined if on_device else 0
         return PageCounts(total, free, evictable, held, locked, pinned, quarantined)
 
     def movable(self, level: int, usable: Sequence[bool]) -> int:
@@ -125,7 +121,7 @@ class PageTable:
         """
         if not usable[level]:
             return 0
-        room = len(self.free_slots[level]) + len(self.queues[level])
+        room = len(self.free_slots[level]) + self._states.queued(level)
         if level == self.last_level:
             return room
         held = self._queued_held(level)
@@ -142,19 +138,10 @@ class PageTable:
         return int(self._uses[page]) >= _LOCK
 
     def nbytes(self) -> int:
-        """Bytes of all columns, without the eviction queues."""
-        columns = (
-            self.stamps.live,
-            self.level,
-            self.slot,
-            self.group,
-            self.priority,
-            self.node,
-            self.num_tokens,
-            self._uses,
-        )
+        """Bytes of all columns and queues."""
+        columns = (self.level, self.slot, self.group, self.priority, self.node, self.num_tokens, self._uses)
         lists = (self.free_pages, *self.free_slots)
-        return sum(column.nbytes for column in columns) + sum(4 * one.capacity for one in lists)
+        return sum(column.nbytes for column in columns) + sum(4 * one.capacity for one in lists) + self._states.nbytes()
 
     def unused(self, pages: Pages) -> NDArray[np.bool_]:
         """Which of ``pages`` have no user at all."""
@@ -178,9 +165,7 @@ class PageTable:
             CacheIntegrityError: fewer slots are free; make room first.
         """
         pages = self.place(count, DEVICE_LEVEL, group, priorities)
-        self._uses[pages] = _LOCK
-        self._num_locked += count
-        self._num_fixed += count
+        self._change(pages, _LOCK)
         return pages
 
     def place(self, count: int, level: int, group: int, priorities: NDArray[np.uint8] | int) -> Pages:
@@ -191,11 +176,7 @@ class PageTable:
         """
         slots = self.free_slots[level].take(count)
         pages = self.free_pages.take(count)
-        self.slot[pages] = slots
-        self.level[pages] = level
-        self.group[pages] = group
-        self.priority[pages] = priorities
-        self.num_tokens[pages] = 0
+        self._states.place(pages, slots, level, group, priorities)
         return pages
 
     def retain(self, pages: Pages, durations_s: NDArray[np.float64]) -> None:
@@ -283,17 +264,13 @@ class PageTable:
         """The tree forgets ``pages``: those that nobody needs are freed, the others when their last user leaves."""
         self.node[pages] = NO_NODE
         unused = pages[self._uses[pages] == 0]
-        self._unqueue(unused)
+        self._states.discard(unused)
         self._free(unused)
 
     def relocate(self, pages: Pages, level: int, slots: Pages) -> None:
         """The bytes of ``pages`` (in no queue) are now in ``slots`` of ``level``; their former slots become free."""
-        for old in np.unique(self.level[pages]).tolist():
-            leaving = pages[self.level[pages] == old]
-            self.free_slots[old].put(self.slot[leaving])
-            held = self._held(leaving)
-            self._num_held[old] -= held
-            self._num_held[level] += held
+        self._states.relocate(pages, level)
+        self._free_slots(pages)
         self.slot[pages] = slots
         self.level[pages] = level
 
@@ -302,15 +279,23 @@ class PageTable:
 
         Held pages do not queue on the last level, damaged ones nowhere.
         """
-        if not len(pages):
-            return
-        level = int(self.level[pages[0]])
-        if level == self.last_level:
-            pages = pages[self._uses[pages] == 0]
         if self.damaged:
             pages = pages[[page not in self.damaged for page in pages.tolist()]]
-        queue = self.queues[level]
-        (queue.push_front if front else queue.push)(pages, self.priority[pages])
+        self._states.push(pages, front)
+
+    def pop(self, level: int, count: int) -> Pages:
+        """Take up to ``count`` pages out of the queue of ``level``, the first to go first."""
+        pages = np.empty(min(count, self._states.queued(level)), dtype=np.int32)
+        self._states.pop(level, pages)
+        return pages
+
+    def num_queued(self, level: int) -> int:
+        """Pages that can leave ``level``."""
+        return self._states.queued(level)
+
+    def is_queued(self, page: int) -> bool:
+        """Whether ``page`` waits in the queue of its level."""
+        return self._states.is_queued(page)
 
     def spoil(self, pages: Pages) -> None:
         """The bytes of ``pages`` (in no queue, detached) are lost: free the unused ones, mark the others."""
@@ -344,11 +329,9 @@ class PageTable:
             old = int(self.priority[page])
             if old == DEFAULT_PRIORITY:
                 continue
-            queued = bool(self.stamps.live[page])
-            self._unqueue(one)
             self.priority[page] = DEFAULT_PRIORITY
-            if queued:
-                self.queues[int(self.level[page])].push(one, self.priority[one])
+            if self._states.is_queued(page):
+                self._states.push(one, False)
             if self.node[page] != NO_NODE:
                 changed.append((one, old))
         return changed
@@ -390,88 +373,33 @@ class PageTable:
         return fixed
 
     def _queued_held(self, level: int) -> int:
-        held = self._num_held[level]
+        held = self._states.held(level)
         if self.damaged:
             held -= sum(1 for page in self.damaged if self.level[page] == level and 0 < self._uses[page] < _PIN)
         return held
 
-    def _held(self, pages: Pages) -> int:
-        uses = self._uses[pages]
-        return int(np.count_nonzero((uses > 0) & (uses < _PIN)))
-
     def _change(self, pages: Pages, delta: int) -> None:
-        if not len(pages):
-            return
-        before = self._uses[pages]
-        after = before + delta
-        _check(before, after, delta)
-        self._uses[pages] = after
-        self._num_locked += int(np.count_nonzero(after >= _LOCK)) - int(np.count_nonzero(before >= _LOCK))
-        was_fixed, is_fixed = before >= _PIN, after >= _PIN
-        if delta >= _PIN:  # Whatever they were, they are fixed now.
-            self._num_fixed += len(pages) - int(np.count_nonzero(was_fixed))
-            moved = pages if not was_fixed.any() else pages[~was_fixed]
-            if len(moved):
-                self._count_held(moved, before[~was_fixed] > 0, -1)
-                self._unqueue(moved)
-            return
-        self._num_fixed += int(np.count_nonzero(is_fixed)) - int(np.count_nonzero(was_fixed))
-        now_held = ~is_fixed & (after > 0)
-        was_held = ~was_fixed & (before > 0)
-        if delta > 0:  # A hold: idle pages become held.
-            moved = pages[now_held & ~was_held]
-        else:
-            idle = after == 0
-            left = pages[idle]
-            if len(left):
-                self._count_held(left, was_held[idle], -1)
-                self._retire(left)
-            moved = pages[now_held & was_fixed]
-        if len(moved):
-            self._count_held(moved, None, 1)
-            self._unqueue(moved)
-            if self.last_level:
-                self._requeue(moved)
-
-    def _count_held(self, pages: Pages, mask: NDArray[np.bool_] | None, step: int) -> None:
-        if not self.last_level:
-            self._num_held[0] += step * (len(pages) if mask is None else int(np.count_nonzero(mask)))
-            return
-        levels = self.level[pages if mask is None else pages[mask]]
-        for level, count in enumerate(np.bincount(levels, minlength=self.last_level + 1).tolist()):
-            self._num_held[level] += step * count
+        freed = np.empty(len(pages), dtype=np.int32)
+        try:
+            count = self._states.change(pages, delta, freed)
+        except ValueError as error:
+            raise CacheIntegrityError(str(error)) from None
+        if self.damaged:
+            self._states.discard(np.array(list(self.damaged), dtype=np.int32))
+        if self._durations and delta < 0:
+            self._start_durations(pages[(self._uses[pages] == 0) & (self.node[pages] != NO_NODE)])
+        if count:
+            self._free(freed[:count])
 
     def _retire(self, pages: Pages) -> None:
-        """Pages lost their last user: queue what the tree knows, free the rest."""
+        """Pages that nobody uses: queue what the tree knows, free the rest."""
         known = self.node[pages] != NO_NODE
-        if known.all():
-            kept = pages
-        else:
-            kept, gone = pages[known], pages[~known]
-            self._unqueue(gone)
-            self._free(gone)
-        if not len(kept):
-            return
+        kept, gone = pages[known], pages[~known]
+        self._states.discard(gone)
+        self._free(gone)
         if self._durations:
             self._start_durations(kept)
-        self._unqueue(kept)
-        self._requeue(kept)
-
-    def _requeue(self, pages: Pages) -> None:
-        if not self.last_level:
-            self.queues[0].push(pages, self.priority[pages])
-            return
-        levels = self.level[pages]
-        for level in np.unique(levels).tolist():
-            self.enqueue(pages[levels == level])
-
-    def _unqueue(self, pages: Pages) -> None:
-        if not self.last_level:
-            self.queues[0].discard(pages)
-            return
-        levels = self.level[pages]
-        for level in np.unique(levels).tolist():
-            self.queues[level].discard(pages[levels == level])
+        self._states.push(kept, False)
 
     def _start_durations(self, pages: Pages) -> None:
         for page in self._durations.keys() & set(pages.tolist()):
@@ -482,12 +410,7 @@ class PageTable:
     def _free(self, pages: Pages) -> None:
         if not len(pages):
             return
-        if not self.last_level:
-            self.free_slots[DEVICE_LEVEL].put(self.slot[pages])
-        else:
-            levels = self.level[pages]
-            for level in np.unique(levels).tolist():
-                self.free_slots[level].put(self.slot[pages[levels == level]])
+        self._free_slots(pages)
         self.slot[pages] = NO_PAGE
         self.free_pages.put(pages)
         if self._durations or self._expiries or self.damaged:
@@ -496,15 +419,10 @@ class PageTable:
                 self._expiries.pop(page, None)
                 self.damaged.discard(page)
 
-
-def _check(before: NDArray[np.int64], after: NDArray[np.int64], delta: int) -> None:
-    """Refuse to take away what is not there: a borrow would corrupt the other counts."""
-    if delta in (-_LOCK, _HOLD - _LOCK):
-        if before.min() < _LOCK:
-            raise CacheIntegrityError("unlock of a page that is not locked")
-    elif delta == -_PIN:
-        if ((before >> 20) & _FIELD).min() < 1:
-            raise CacheIntegrityError("unpin of a page that is not pinned")
-    elif delta in (-_HOLD, _LOCK - _HOLD) and (before & _FIELD).min() < 1:
-        raise CacheIntegrityError("unhold of a page that is not held")
-    del after
+    def _free_slots(self, pages: Pages) -> None:
+        if not self.last_level:
+            self.free_slots[DEVICE_LEVEL].put(self.slot[pages])
+            return
+        levels = self.level[pages]
+        for level in np.unique(levels).tolist():
+            self.free_slots[level].put(self.slot[pages[levels == level]])

@@ -71,7 +71,7 @@ class Placement:
         free = table.free_slots[level]
         stuck: list[Pages] = []
         while len(free) < need:
-            victims = table.queues[level].pop(need - len(free))
+            victims = table.pop(level, need - len(free))
             if not len(victims):
                 break
             before = len(free)
@@ -237,7 +237,7 @@ class Placement:
         self.usable[level] = False
         _log.error("cache tier disabled: serving goes on without it", level=level, reason=str(failure))
         for pool, table in enumerate(self._tables):
-            pages = table.queues[level].pop(len(table.queues[level]))
+            pages = table.pop(level, table.num_queued(level))
             needed = table.held_mask(pages)
             self._discard(pool, pages[~needed])
             table.enqueue(pages[needed])

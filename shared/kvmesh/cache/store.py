@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -88,6 +89,7 @@ class BlockStore:
         self._pool_of_group = [group.pool for group in layout.groups]
         self._whole_chain = [group.kind == "attention" and group.window is None for group in layout.groups]
         """By group: whether a block cannot be without its page."""
+        self._all_whole = all(self._whole_chain)
         self._partial_reuse = partial_reuse
         self._sink = sink
 
@@ -121,8 +123,11 @@ class BlockStore:
         if not length:
             return NO_MATCH
         chain = chain[: -(-length // size)]
-        coverage = [self._coverage(group, chain) for group in range(self.num_groups)]
-        length = reusable_length(length, self.layout.groups, coverage, size, partial=self._partial_reuse)
+        if not self._all_whole:  # Else every block's page is there and covers it.
+            coverage = [self._coverage(group, chain) for group in range(self.num_groups)]
+            length = reusable_length(length, self.layout.groups, coverage, size, partial=self._partial_reuse)
+        elif not self._partial_reuse:
+            length -= length % size
         full, rest = divmod(length, size)
         return BlockMatch(chain[:full], int(chain[full]) if rest else None, rest)
 
@@ -213,7 +218,7 @@ class BlockStore:
         known = len(existing)
         if known:
             self._share(scope, parent_key, keys[:known], token_ids[:known], existing, [own[:known] for own in pages])
-        known_end = _last_with_page(pages)
+        known_end = len(keys) if self._all_whole else _last_with_page(pages)
         if known_end <= known:
             return known
         parent = int(existing[-1]) if known else self._parent(scope, parent_key)
@@ -250,10 +255,9 @@ class BlockStore:
         parent = self._parent(scope, parent_key)
         if parent is None:
             return False
-        if 0 < self.tree.num_children(parent) < MAX_SCANNED_CHILDREN:
-            shared = self.tree.common_prefix(self.tree.children(parent), token_ids)
-            if int(shared.max()) == len(token_ids):
-                return False
+        scanned = 0 < self.tree.num_children(parent) < MAX_SCANNED_CHILDREN
+        if scanned and any(shared == len(token_ids) for _, shared in self.tree.shared_prefixes(parent, token_ids)):
+            return False
         covered = self._partial_prefixes(parent, token_ids)
         tokens = token_ids.copy()
         nodes = self.tree.add_partial(parent, key, tokens)
@@ -346,10 +350,8 @@ class BlockStore:
         tip = int(chain[-1]) if len(chain) else self.tree.find(v2_root(scope))
         if tip is None or not 0 < self.tree.num_children(tip) < MAX_SCANNED_CHILDREN:
             return None, 0
-        children = self.tree.children(tip)
-        shared = self.tree.common_prefix(children, rest)
-        best = int(shared.argmax())
-        return (children[best], int(shared[best])) if shared[best] else (None, 0)
+        child, shared = max(self.tree.shared_prefixes(tip, rest), key=itemgetter(1))
+        return (child, shared) if shared else (None, 0)
 
     def _parent(self, scope: ReuseScope, key: bytes) -> int | None:
         node = self.tree.find(key)
@@ -447,6 +449,10 @@ class BlockStore:
 
     def _attach(self, nodes: Nodes, pages: list[Pages], num_tokens: int) -> None:
         for group, (table, own) in enumerate(zip(self.group_tables, pages, strict=True)):
+            if self._whole_chain[group]:
+                table.attach(own, nodes, num_tokens)
+                self.tree.pages(group)[nodes] = own
+                continue
             here = own != NO_PAGE
             if self.layout.groups[group].kind == "state":
                 table.attach(own[here], nodes[here], table.num_tokens[own[here]])
@@ -462,12 +468,10 @@ class BlockStore:
         """Children of ``parent`` that a new block of ``token_ids`` makes useless: partial, and a prefix of it."""
         if not 0 < self.tree.num_children(parent) < MAX_SCANNED_CHILDREN:
             return []
-        children = self.tree.children(parent)
-        shared = self.tree.common_prefix(children, token_ids).tolist()
         return [
             child
-            for child, length in zip(children, shared, strict=True)
-            if length == self.tree.num_tokens(child) < self.tokens_per_block
+            for child, length in self.tree.shared_prefixes(parent, token_ids)
+            if length and length == self.tree.num_tokens(child) < self.tokens_per_block
         ]
 
     def _tell_stored(
@@ -477,6 +481,9 @@ class BlockStore:
             return
         for group in range(self.num_groups):
             pages = self.tree.pages(group)[nodes]
+            if self._whole_chain[group]:
+                self._tell(scope, parent_key, keys, tokens, group, pages)
+                continue
             here = pages != NO_PAGE
             # The first page may be an adopted one: it covers less, and may be on a colder level.
             adopted = here[0] and self.group_tables[group].num_tokens[pages[0]] < tokens.shape[1]

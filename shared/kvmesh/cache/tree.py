@@ -8,6 +8,7 @@ windowed group; a leaf that offers no page at all is removed.
 
 from __future__ import annotations
 
+import mmap
 from array import array
 from collections.abc import Sequence
 
@@ -19,6 +20,7 @@ from kvmesh.cache.freelist import FreeList
 from kvmesh.cache.key_index import KeyIndex
 from kvmesh.cache.pages import NO_NODE, NO_PAGE
 from kvmesh.hashing import TokenIds
+from kvmesh.kernels import _native
 
 __all__ = ["MAX_SCANNED_CHILDREN", "BlockTree", "Nodes"]
 
@@ -50,6 +52,20 @@ class _Column:
         self.view = np.frombuffer(self.items, dtype=np.int32)
 
 
+class _Rows:
+    """The tokens of every node, int32 ``[capacity, width]``; grows in place: there is never a second copy."""
+
+    def __init__(self, capacity: int, width: int) -> None:
+        self._width = width
+        self._memory = mmap.mmap(-1, 4 * capacity * width, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.view: NDArray[np.int32] = np.frombuffer(self._memory, dtype=np.int32).reshape(-1, width)
+
+    def grow(self, capacity: int) -> None:
+        self.view = np.empty((0, self._width), dtype=np.int32)  # Memory with a live view cannot be resized.
+        self._memory.resize(4 * capacity * self._width)
+        self.view = np.frombuffer(self._memory, dtype=np.int32).reshape(-1, self._width)
+
+
 class BlockTree:
     """The blocks of all scopes.
 
@@ -70,7 +86,8 @@ class BlockTree:
         self._num_tokens = _Column(_FIRST_CAPACITY, _FREE)
         """0 marks a root."""
         self._pages = [_Column(_FIRST_CAPACITY, NO_PAGE) for _ in range(num_groups)]
-        self._tokens: TokenIds = np.zeros((_FIRST_CAPACITY, tokens_per_block), dtype=np.int32)
+        self._columns: tuple[NDArray[np.int32], ...] = tuple(column.view for column in self._all_columns())
+        self._tokens = _Rows(_FIRST_CAPACITY, tokens_per_block)
 
     def __len__(self) -> int:
         """Number of blocks, roots included."""
@@ -118,21 +135,18 @@ class BlockTree:
         """Page of each node in ``group``, indexed by node (a view that dies with the next insertion)."""
         return self._pages[group].view
 
-    def common_prefix(self, nodes: list[int], tokens: TokenIds) -> NDArray[np.intp]:
-        """How many leading ``tokens`` each of ``nodes`` shares."""
-        width = min(len(tokens), self.tokens_per_block)
-        equal = np.empty((len(nodes), width + 1), dtype=np.bool_)
-        np.equal(self._tokens[nodes, :width], tokens[:width], out=equal[:, :width])
-        equal[:, width] = False
-        shared: NDArray[np.intp] = np.minimum(equal.argmin(axis=1), self._num_tokens.view[nodes])
-        return shared
+    def shared_prefixes(self, parent: int, tokens: TokenIds) -> list[tuple[int, int]]:
+        """Each block that continues ``parent``, newest first, and how many leading ``tokens`` it holds."""
+        return _native.shared_prefixes(self._columns, self._tokens.view, parent, tokens)
 
     def add_root(self, key: bytes) -> int:
         """A new root."""
         nodes = self._take(1)
-        self._num_tokens.view[nodes] = 0
+        node = int(nodes[0])
+        self._reset(node)
+        self._num_tokens.items[node] = 0
         self.index.add([key], nodes)
-        return int(nodes[0])
+        return node
 
     def add_chain(self, parent: int, keys: Sequence[bytes], tokens: TokenIds) -> Nodes:
         """New full blocks, each the child of the one before, the first one of ``parent``.
@@ -143,22 +157,17 @@ class BlockTree:
             tokens: int32 ``[len(keys), tokens_per_block]``.
         """
         nodes = self._take(len(keys))
-        self._num_tokens.view[nodes] = self.tokens_per_block
-        self._tokens[nodes] = tokens
-        before, after = nodes[:-1], nodes[1:]
-        self._parent.view[after] = before
-        self._first_child.view[before] = after
-        self._num_children.view[before] = 1
+        _native.link_chain(self._columns, self._tokens.view, parent, nodes, tokens)
         self.index.add(keys, nodes)
-        self._link(int(nodes[0]), parent)
         return nodes
 
     def add_partial(self, parent: int, key: bytes, tokens: TokenIds) -> Nodes:
         """A new partial leaf of ``parent`` that holds ``tokens``: an array of one node."""
         nodes = self._take(1)
         node = int(nodes[0])
+        self._reset(node)
         self._num_tokens.items[node] = len(tokens)
-        self._tokens[node, : len(tokens)] = tokens
+        self._tokens.view[node, : len(tokens)] = tokens
         self.index.add([key], nodes)
         self._link(node, parent)
         return nodes
@@ -170,29 +179,11 @@ class BlockTree:
             The removed blocks (without roots), each after those that continue it, and their keys. Read their pages with
             :meth:`clear_pages` before the next insertion.
         """
-        removed: list[int] = []
-        roots: list[int] = []
-        for node in nodes:
-            if self._num_tokens.items[node] == _FREE:
-                continue  # went with the subtree of an earlier one
-            leaf = self._num_children.items[node] == 0
-            parent = self._parent.items[node]
-            for current in (node,) if leaf else self.post_order(node):
-                self._take_out(current, removed)
-            while parent != NO_NODE and self._num_children.items[parent] == 0:
-                above = self._parent.items[parent]
-                if self.is_root(parent):
-                    self._num_tokens.items[parent] = _FREE
-                    roots.append(parent)
-                elif all(column.items[parent] == NO_PAGE for column in self._pages):
-                    self._take_out(parent, removed)
-                else:
-                    break
-                parent = above
-        gone = np.array(removed, dtype=np.int32)
+        removed, roots = _native.unlink_subtrees(self._columns, np.array(nodes, dtype=np.int32))
+        gone = np.frombuffer(removed, dtype=np.int32)
         keys = self.index.remove(gone)
         if roots:
-            root_nodes = np.array(roots, dtype=np.int32)
+            root_nodes = np.frombuffer(roots, dtype=np.int32)
             self.index.remove(root_nodes)
             self._free.put(root_nodes)
         self._free.put(gone)
@@ -242,11 +233,7 @@ class BlockTree:
 
     def nbytes(self) -> int:
         """Bytes of all columns and of the index."""
-        columns = (
-            self._parent, self._first_child, self._next, self._previous, self._num_children, self._num_tokens,
-            *self._pages,
-        )  # fmt: skip
-        return sum(column.view.nbytes for column in columns) + self._tokens.nbytes + self.index.nbytes()
+        return sum(column.nbytes for column in self._columns) + self._tokens.view.nbytes + self.index.nbytes()
 
     def check(self) -> None:
         """Check links, counts and keys.
@@ -277,40 +264,36 @@ class BlockTree:
         if self.empty_leaves(alive[leaves].tolist()):
             raise CacheIntegrityError("a leaf without pages was kept")
 
-    def _take_out(self, node: int, removed: list[int]) -> None:
-        self._unlink(node, self._parent.items[node])
-        self._num_tokens.items[node] = _FREE
-        removed.append(node)
-
     def _take(self, count: int) -> Nodes:
-        """Fresh nodes without parent, children or pages."""
+        """Nodes that are not in the tree; their columns hold anything."""
         if count > len(self._free):
             self._grow(count)
-        nodes = self._free.take(count)
+        return self._free.take(count)
+
+    def _reset(self, node: int) -> None:
+        """No parent, children or pages."""
         for column in (self._parent, self._first_child, self._next, self._previous, *self._pages):
-            column.view[nodes] = NO_NODE
-        self._num_children.view[nodes] = 0
-        return nodes
+            column.items[node] = NO_NODE
+        self._num_children.items[node] = 0
 
     def _grow(self, room: int) -> None:
         capacity = self._free.capacity
         while capacity - self._free.capacity + len(self._free) < room:
             capacity += capacity // 2
-        for column in (
-            self._parent,
-            self._first_child,
-            self._next,
-            self._previous,
-            self._num_children,
-            self._num_tokens,
-            *self._pages,
-        ):
+        self._columns = ()  # A column with another live view cannot grow.
+        for column in self._all_columns():
             column.grow(capacity)
+        self._columns = tuple(column.view for column in self._all_columns())
         self.index.grow(capacity)
-        tokens: TokenIds = np.zeros((capacity, self.tokens_per_block), dtype=np.int32)
-        tokens[: len(self._tokens)] = self._tokens
-        self._tokens = tokens
+        self._tokens.grow(capacity)
         self._free.grow(capacity)
+
+    def _all_columns(self) -> tuple[_Column, ...]:
+        """In the order in which the native functions take them."""
+        return (
+            self._parent, self._first_child, self._next, self._previous, self._num_children, self._num_tokens,
+            *self._pages,
+        )  # fmt: skip
 
     def _link(self, node: int, parent: int) -> None:
         first = self._first_child.items[parent]
@@ -320,13 +303,3 @@ class BlockTree:
             self._previous.items[first] = node
         self._first_child.items[parent] = node
         self._num_children.items[parent] += 1
-
-    def _unlink(self, node: int, parent: int) -> None:
-        before, after = self._previous.items[node], self._next.items[node]
-        if before == NO_NODE:
-            self._first_child.items[parent] = after
-        else:
-            self._next.items[before] = after
-        if after != NO_NODE:
-            self._previous.items[after] = before
-        self._num_children.items[parent] -= 1

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from kvmesh.hashing import TokenIds
+from kvmesh.kernels import _native
 from kvmesh.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KvEvent
 
 __all__ = ["END_SEQUENCE", "EventEncoding", "PackedTokens", "encode_batch"]
@@ -21,10 +22,6 @@ END_SEQUENCE = 2**64 - 1
 """Closes a replay; never the number of a batch."""
 
 EventEncoding = Literal["map", "array"]
-
-_ARRAY32 = b"\xdd"
-_UINT16 = 0xCD
-_INT32 = 0xD2
 
 
 class PackedTokens(Sequence[int]):
@@ -55,14 +52,7 @@ class PackedTokens(Sequence[int]):
 
     def pack(self) -> msgspec.Raw:
         """A msgpack array: ids of 2 bytes where all of them fit, else of 4; readers take any width."""
-        tokens = self._array
-        wide = int(tokens.view(np.uint32).max(initial=0)) > 0xFFFF
-        # One row is one id: its type byte and its value, big-endian.
-        element = np.dtype([("type", np.uint8), ("value", ">i4" if wide else ">u2")])
-        packed = np.empty(len(tokens), dtype=element)
-        packed["type"] = _INT32 if wide else _UINT16
-        packed["value"] = tokens
-        return msgspec.Raw(_ARRAY32 + len(tokens).to_bytes(4, "big") + packed.tobytes())
+        return msgspec.Raw(_native.pack_token_ids(self._array))
 
 
 def encode_batch(batch: EventBatch, encoding: EventEncoding = "map") -> bytes:

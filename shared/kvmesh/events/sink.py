@@ -15,7 +15,7 @@ import msgspec
 from kvmesh.cache.events import StoredBlocks
 from kvmesh.events.encoding import PackedTokens
 from kvmesh.events.target import FULL_ATTENTION, TargetGroup
-from kvmesh.hashing import ReuseScope, TokenIds, wire_hashes
+from kvmesh.hashing import ReuseScope, TokenIds, signed_wire_hash, wire_hash, wire_hashes
 from kvmesh.protocol.events import BlockRemoved, BlockStored, KvEvent
 
 __all__ = ["DEFAULT_MAX_STORED_BLOCKS", "SinkStatistics", "StreamSink", "TierMoves"]
@@ -78,6 +78,7 @@ class StreamSink:
         self._tokens_per_block = tokens_per_block
         self._target = target
         self._signed = signed
+        self._hash = signed_wire_hash if signed else wire_hash
         self._publish_moves = tier_moves == "publish"
         self._max_stored_blocks = max_stored_blocks
         self._media: list[str] = [_DEVICE]
@@ -174,7 +175,7 @@ class StreamSink:
         self, scope: ReuseScope, parent_key: bytes | None, keys: Sequence[bytes], token_ids: TokenIds, medium: str
     ) -> None:
         hashes = wire_hashes(keys, signed=self._signed)
-        parent = None if parent_key is None else wire_hashes([parent_key], signed=self._signed)[0]
+        parent = None if parent_key is None else self._hash(parent_key)
         last = self._pending[-1] if self._pending else None
         if isinstance(last, _Run) and last.hashes[-1] == parent and last.medium == medium:
             last.hashes += hashes

@@ -64,8 +64,8 @@ def damage_coverage(manager: KvCacheManager) -> Callable[[], None]:
 
 def damage_queue(manager: KvCacheManager) -> Callable[[], None]:
     table = manager.store.tables[0]
-    (page,) = table.queues[0].pop(1)
-    return lambda: table.queues[0].push_front(one(page), table.priority[[page]])
+    page = table.pop(0, 1)
+    return lambda: table.enqueue(page, front=True)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_grows_and_keeps_everything() -> None:
     assert tree.walk(v2_block_keys(tokens, 4, ROOT)).tolist() == nodes
     assert tree.pages(1)[nodes].tolist() == list(range(5000))
     assert tree.pages(0)[nodes].tolist() == nodes
-    assert tree.common_prefix(nodes[-2:], tokens[-4:]).tolist() == [0, 4]
+    assert tree.shared_prefixes(nodes[-2], tokens[-4:]) == [(nodes[-1], 4)]
     assert other[:1000] == nodes[:1000]
     assert tree.num_children(nodes[999]) == 2
     removed, keys = tree.remove_subtrees([nodes[0]])
@@ -58,7 +58,7 @@ def test_removal_takes_children_first_and_skips_what_went() -> None:
     tree.check()
 
 
-def test_common_prefix_ignores_what_a_partial_block_does_not_hold() -> None:
+def test_shared_prefixes_ignores_what_a_partial_block_does_not_hold() -> None:
     tree = BlockTree(4, 1)
     (node,) = grow_chain(tree, as_token_ids([1, 2, 3, 4]))
     key = tree.index.key(node)
@@ -66,9 +66,9 @@ def test_common_prefix_ignores_what_a_partial_block_does_not_hold() -> None:
     root = tree.add_root(ROOT)
     # The node is used again: its row still holds the old tokens.
     (partial,) = tree.add_partial(root, key, as_token_ids([1, 2])).tolist()
-    assert tree.common_prefix([partial], as_token_ids([1, 2, 3, 4])).tolist() == [2]
-    assert tree.common_prefix([partial], as_token_ids([1])).tolist() == [1]
-    assert tree.common_prefix([partial], as_token_ids([7])).tolist() == [0]
+    assert tree.shared_prefixes(root, as_token_ids([1, 2, 3, 4])) == [(partial, 2)]
+    assert tree.shared_prefixes(root, as_token_ids([1])) == [(partial, 1)]
+    assert tree.shared_prefixes(root, as_token_ids([7])) == [(partial, 0)]
 
 
 def test_check_finds_contradictions() -> None:
