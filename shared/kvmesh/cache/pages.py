@@ -127,6 +127,13 @@ class PageTable:
         held = self._queued_held(level)
         return room - held + min(held, self.movable(level + 1, usable)) if held else room
 
+    def gained(self, count: int, usable: Sequence[bool]) -> int:
+        """How much :meth:`movable` of the device grows, at least, when ``count`` of its held pages are freed."""
+        if not self.last_level:
+            return count
+        held, room = self._queued_held(DEVICE_LEVEL), self.movable(DEVICE_LEVEL + 1, usable)
+        return count - min(held, room) + min(held - count, room)
+
     def slots(self, pages: Pages) -> Pages:
         """Slots of ``pages`` in the pools of their levels; ``NO_PAGE`` stays ``NO_PAGE``."""
         slots: Pages = self.slot[pages]

@@ -65,6 +65,10 @@ class Placement:
         """Device pages of ``pool`` that can be had now."""
         return self._tables[pool].movable(DEVICE_LEVEL, self.usable)
 
+    def gained(self, pool: int, count: int) -> int:
+        """How many more device pages of ``pool`` can be had, at least, when ``count`` of the held ones are freed."""
+        return self._tables[pool].gained(count, self.usable)
+
     def make_room(self, pool: int, level: int, need: int) -> bool:
         """Have ``need`` free slots on ``level``; whether that was possible."""
         table = self._tables[pool]

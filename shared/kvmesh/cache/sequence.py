@@ -466,7 +466,11 @@ class KvCache:
         storing = retaining and self._may_still_store()
         for group, blocks in zip(self._manager.layout.groups, self._groups, strict=True):
             freed[group.pool] += blocks.freed_by(history, self._num_stored, storing=storing)
-            freed[group.pool] += len(blocks.scratch_pages) + (0 if retaining else blocks.freed_by_releasing())
+            freed[group.pool] += len(blocks.scratch_pages)
+        if not retaining:
+            released = self._store.by_pool([blocks.freed_by_releasing() for blocks in self._groups])
+            # Some of these count as available already, because they could move to a colder level.
+            freed = [own + self._store.placement.gained(pool, released[pool]) for pool, own in enumerate(freed)]
         return freed
 
     def _release_passed(self, history: int) -> None:

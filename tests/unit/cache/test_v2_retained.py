@@ -120,3 +120,19 @@ def test_a_peer_that_may_write_into_them_stops_the_commit(make_manager) -> None:
     manager.check_integrity()
     cache.close()
     lease.release()
+
+
+def test_none_counts_twice_as_room(make_manager) -> None:
+    """It may move to a colder level or be given up: one slot either way. A refusal for want of more changes nothing."""
+    manager = make_manager(4, windows=(None, 4), host=8, policy="per_request")
+    cache = three_chunks(manager)
+    other = manager.create(NO_SCOPE, np.full(1, 77, dtype=np.int32), "other", reuse=False)
+    assert other.resume()
+    assert other.resize(4)
+    assert manager.available_pages() == [2]
+    before = manager.stats()
+    assert not cache.resize(20, 12)
+    assert manager.stats() == before
+    assert cache.resize(16, 12)
+    cache.close()
+    other.close()

@@ -78,7 +78,6 @@ class GroupView:
         """Leave ``count`` blocks and return the others, last one first."""
         gone = [block for block in self.blocks[count:] if block is not None]
         del self.blocks[count:]
-        self.passed = min(self.passed, count)
         return gone[::-1]
 
     def pass_until(self, end: int) -> list[Block]:

@@ -128,6 +128,31 @@ def test_a_block_that_is_not_claimable_any_more_is_copied(make_cache: Make) -> N
     full.close()
 
 
+def test_a_block_that_was_continued_meanwhile_is_copied(make_cache: Make) -> None:
+    cache = make_cache(copy_on_partial_reuse=False)
+    cache.serve(PROMPT)
+    partial = cache.manager.create(ReuseScope(), as_token_ids([*PROMPT[:9], 70]), "partial")
+    cache.serve([*PROMPT, 50, 51, 52, 53])
+    assert partial.resume()
+    cache.compute(partial, [70], PROMPT[:9])
+    assert cache.match([*PROMPT, 50, 51, 52, 53, 9]) == 16
+    partial.close()
+
+
+def test_a_partial_block_that_was_replaced_meanwhile_is_copied(make_cache: Make) -> None:
+    for copy in (True, False):
+        cache = make_cache(copy_on_partial_reuse=copy)
+        cache.serve(PROMPT[:10])
+        partial = cache.manager.create(ReuseScope(), as_token_ids([*PROMPT[:10], 70]), "partial")
+        full = cache.open(PROMPT, reuse=True)
+        cache.compute(full, PROMPT[full.num_cached_tokens :], PROMPT[: full.num_cached_tokens])
+        full.close()
+        assert partial.resume()
+        assert partial.num_cached_tokens == 10
+        cache.check(partial, PROMPT[:10])
+        partial.close()
+
+
 def test_scopes_do_not_share(make_cache: Make) -> None:
     cache = make_cache()
     cache.serve(PROMPT)
@@ -147,6 +172,7 @@ def test_a_hash_hit_is_no_match_without_equal_tokens(make_cache: Make, monkeypat
     cache.serve(PROMPT[:4])
     assert cache.match([1, 2, 3, 4, 5]) == 4
     assert cache.match([9, 9, 9, 9, 9]) == 0
+    assert cache.match([1, 2, 3, 4, 1, 2, 3, 4, 9]) == 4, "equal tokens after another beginning"
     cache.serve([9, 9, 9, 9, 9])
     assert cache.match([9, 9, 9, 9, 9]) == 0, "the key is taken: not stored"
     assert cache.match(PROMPT) == 4
@@ -281,6 +307,18 @@ def test_quarantined_blocks_are_never_committed(make_cache: Make) -> None:
     assert cache.match(PROMPT) == 0
     lease.release()
     assert cache.manager.stats().free == 8
+
+
+def test_a_quarantined_partial_block_is_not_stored_at_the_end(make_cache: Make) -> None:
+    cache = make_cache(8)
+    sequence = cache.open(PROMPT)
+    cache.compute(sequence, PROMPT[:6], [])
+    lease = sequence.hold(6)
+    lease.quarantine()
+    sequence.close()
+    assert cache.match(PROMPT) == 4
+    lease.release()
+    assert cache.match(PROMPT) == 4
 
 
 def test_stored_blocks_under_a_lease_are_not_quarantined(make_cache: Make) -> None:

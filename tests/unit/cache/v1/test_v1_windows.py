@@ -103,6 +103,45 @@ def test_an_exact_pool_is_enough_for_a_window(make_cache: Make) -> None:
     sequence.close()
 
 
+def test_a_page_that_passes_is_room_for_the_next(make_cache: Make) -> None:
+    cache = make_cache(3, windows=(8,), enable_block_reuse=False)
+    sequence = cache.open([1])
+    for history in range(0, 60, 4):
+        assert cache.manager.pages_needed(history=history, capacity=history + 4)[0] <= 3
+        assert sequence.resize(history + 4, history)
+    sequence.close()
+
+
+def test_a_page_that_passes_is_no_room_while_somebody_else_needs_it(make_cache: Make) -> None:
+    cache = make_cache(3, windows=(8,))
+    sequence = cache.open(PROMPT)
+    cache.compute(sequence, PROMPT[:4], [])
+    lease = sequence.hold(4)
+    assert sequence.resize(12, 4)
+    assert not sequence.resize(16, 12)
+    assert (sequence.capacity, sequence.history) == (12, 4)
+    lease.release()
+    assert sequence.resize(16, 12)
+    sequence.close()
+
+
+@pytest.mark.parametrize("leased", [True, False])
+def test_the_last_block_in_the_window_goes_first(make_cache: Make, leased: bool) -> None:
+    cache = make_cache(4, windows=(8,))
+    sequence = cache.open(PROMPT)
+    cache.compute(sequence, PROMPT, [])
+    lease = sequence.hold(16) if leased else None
+    sequence.close()
+    if lease is not None:
+        lease.release()
+    cache.sink.log.clear()
+    blocker = cache.open([99], reuse=False)
+    for size in (4, 8, 12, 16):
+        assert blocker.resize(size)
+    assert [tails for _, _, tails, _ in cache.sink.take("removed")] == [[4], [8], [16], [12]]
+    blocker.close()
+
+
 def test_a_prompt_that_is_received_gets_no_pages_outside_the_window(make_cache: Make) -> None:
     cache = make_cache(windows=(None, 8))
     sequence = cache.open(PROMPT)
