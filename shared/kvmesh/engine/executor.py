@@ -5,10 +5,9 @@ An iteration never waits; :mod:`kvmesh.engine.loop` does, in between.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-import torch
-
+from kvmesh.engine.computing import ModelRunner, compute
 from kvmesh.engine.counters import EngineCounters
 from kvmesh.engine.deadlines import Deadlines
 from kvmesh.engine.failures import (
@@ -36,17 +35,9 @@ from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.sampling import TokenLogprob
 from kvmesh.telemetry import get_logger
 
-__all__ = ["Executor", "ModelRunner", "StepOutcome"]
+__all__ = ["Executor", "StepOutcome"]
 
 _log = get_logger("engine.executor")
-
-
-class ModelRunner(Protocol):
-    """Computes chunks; see :class:`kvmesh.engine.runner.BatchRunner`."""
-
-    def run(self, chunks: list[Chunk]) -> torch.Tensor:
-        """Logits ``[R, vocab]`` float32, one row for each chunk that is sampled, in order."""
-        ...
 
 
 class StepOutcome(NamedTuple):
@@ -243,34 +234,17 @@ class Executor:
         self._emit(seq, tokens, None)
 
     def _compute(self, chunks: list[Chunk]) -> None:
-        """Compute a step. When the batch raises, each of its sequences is tried alone, once: only the culprit fails.
-
-        Computing a chunk again is safe: it writes the same values to the same pages, and no history has grown.
-        """
-        if self._try(chunks):
-            return
-        for chunk in chunks:
-            if len(chunks) == 1 or not self._try([chunk]):
-                self._fail(chunk.seq, internal_error("The model failed on this request."))
-
-    def _try(self, chunks: list[Chunk]) -> bool:
-        """Compute chunks and take what was sampled; False, and nothing is changed, when that raised."""
-        sampled_chunks = [chunk for chunk in chunks if chunk.sample]
-        try:
-            fault_point("engine.batch")
-            logits = self._runner.run(chunks)
-            sampled = self._sampler.sample(logits, [chunk.seq.state for chunk in sampled_chunks])
-        except Exception:
-            # The border of error isolation: whatever a batch raises ends none but its own requests.
-            _log.exception("batch failed", requests=[chunk.seq.request_id for chunk in chunks])
-            return False
-        for chunk in chunks:
-            if not chunk.seq.is_decoding:
-                self.counters.prefilled_tokens += chunk.length
-            self._pages.advance(chunk.seq, chunk.length)
-        for chunk, choice in zip(sampled_chunks, sampled, strict=True):
-            self._take_token(chunk.seq, choice)
-        return True
+        for done in compute(self._runner, self._sampler, chunks):
+            if done.sampled is None:
+                for chunk in done.chunks:
+                    self._fail(chunk.seq, internal_error("The model failed on this request."))
+                continue
+            for chunk in done.chunks:
+                if not chunk.seq.is_decoding:
+                    self.counters.prefilled_tokens += chunk.length
+                self._pages.advance(chunk.seq, chunk.length)
+            for chunk, choice in done.sampled:
+                self._take_token(chunk.seq, choice)
 
     def _take_token(self, seq: Sequence, choice: Sampled) -> None:
         if choice.token_id < 0:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from kvmesh.cache.demand import largest_at_least_one
+
 __all__ = ["PageNeed", "PeakPages", "fits", "longest_fitting"]
 
 
@@ -75,11 +77,4 @@ class PeakPages:
 
 def longest_fitting(peak: Callable[[int], list[int]], pages: list[int], max_length: int) -> int:
     """Tokens of the longest sequence, up to ``max_length``, whose ``peak`` pages an empty cache has; 0: none fits."""
-    low, high = 0, max_length
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(peak(middle), pages):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return largest_at_least_one(max_length, lambda length: fits(peak(length), pages))

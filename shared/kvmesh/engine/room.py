@@ -39,12 +39,11 @@ class Room:
     def give_way(self, claimant: Sequence, plan: StepPlan) -> bool:
         """Make one sequence behind ``claimant`` give way; False when there is none."""
         victim = None if self._policy == "guaranteed_no_evict" else self._queues.victim(claimant)
-        if victim is not None and not self._pages.can_suspend:
-            self.release(victim, plan)
-            return True
-        if victim is not None and self._suspend(victim, plan):
+        if victim is not None and self._pages.can_suspend and self._suspend(victim, plan):
             return True
         last = self._queues.last_suspended(claimant)
+        if last is None or (victim is not None and victim.rank > last.rank):
+            last = victim
         if last is None:
             return False
         self.release(last, plan)

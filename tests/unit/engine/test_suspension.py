@@ -92,6 +92,22 @@ def test_the_last_in_rank_loses_its_cache_for_the_one_before_it() -> None:
     assert bench.manager.free(0) == 12
 
 
+def test_without_a_cold_tier_a_suspended_sequence_goes_before_a_running_one() -> None:
+    """A tier that has failed takes no more pages; those of the last in rank are still the first to go."""
+    bench = SchedulerBench(FakeCacheManager([10], [], reuse=False), max_num_tokens=64)
+    _, b, c = running(bench, 11, 7, 7)
+    bench.pages.suspend(c)
+    bench.scheduler._queues.suspend(c)
+    bench.manager.totals = [7]
+    plans = []
+    while not preempted(plans):
+        plans.append(bench.step())
+    assert not any(plan.resumed for plan in plans)
+    assert preempted(plans) == ["c"]
+    assert b.phase is Phase.RUNNING
+    bench.run()
+
+
 def test_a_damaged_page_starts_its_sequence_anew_from_what_is_cached() -> None:
     bench = SchedulerBench(FakeCacheManager([7], [40]), max_num_tokens=32)
     _, b = running(bench, 8, 8)
