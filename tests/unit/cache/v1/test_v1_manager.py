@@ -432,4 +432,6 @@ def test_tokens_that_differ_from_the_prompt_have_keys_of_their_own(make_cache: M
     cache.compute(sequence, [1, 2, 3, 4, 50, 60, 70, 80], [])
     sequence.close()
     assert cache.match(PROMPT) == 4
-    assert cache.match([1, 2, 3, 4, 50, 60, 70, 80, 9]) == 8
+    committed = as_token_ids([1, 2, 3, 4, 50, 60, 70, 80, 9])
+    assert list(cache.sink.prefixes[0]) == cache.manager.block_keys(ReuseScope(), committed)
+    assert cache.manager.match(ReuseScope(), committed) == (8, 2, 0)
