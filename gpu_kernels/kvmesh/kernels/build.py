@@ -46,6 +46,7 @@ LEVEL_SOURCES = (
     "checksum.cpp",
     "elementwise.cpp",
     "linear.cpp",
+    "stream_copy.cpp",
     "table.cpp",
 )
 CUDA_ARCHITECTURES = ("80", "90", "100")

@@ -1,7 +1,8 @@
 """Per-page checksums: computed by the owner, compared by the receiver before it trusts a page.
 
-Neither waits for the other: the owner computes while the receiver copies, and the receiver sums each slice right after
-it has landed, while it is still in the processor's cache.
+Neither waits for the other: the owner sums its pages while the receiver copies. What the receiver sums is what arrived:
+where it copies from shared memory, the very bytes that it writes, in the same pass; elsewhere its own pages, read back
+after they have landed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ class RunningChecksums:
         """Compute those of ``pages[group][part]``."""
         pool = self._pools[group]
         self._sums[group][part] = ops.checksum_pages(pool.address, self._pages[group][part], pool.page_bytes)
+
+    def put(self, group: int, part: slice, sums: NDArray[np.uint64]) -> None:
+        """Take those of ``pages[group][part]`` from whoever wrote the pages and summed what was written."""
+        self._sums[group][part] = sums
 
     def encoded(self) -> list[bytes]:
         """Per layer group the little-endian uint64 checksums; zero for pages that were not added."""

@@ -48,7 +48,7 @@ class Pulling:
             remote=remote,
             access=granted.access,
             control=session.control,
-            landed=session.sums.add if session.sums is not None else None,
+            sums=session.sums,
         )
         self._apply(session, ReceiveEvent.MOVING)
         self._submit(session, job)

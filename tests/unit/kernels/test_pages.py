@@ -54,6 +54,27 @@ def test_copy_pages():
 
 
 @pytest.mark.usefixtures("cpu_level")
+@pytest.mark.parametrize("page_bytes", [1, 4095, 4096, 4161, 16_384, 65_536, 300_001])
+@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_large_copies_past_the_caches(page_bytes, offset, threads):
+    ops.set_num_threads(threads)
+    count = (1 << 20) // page_bytes + 3
+    source, memory = pool(count, page_bytes), pool(1, count * page_bytes + 128, seed=1)
+    begin = (offset - memory.ctypes.data) % 64
+    target = memory[begin : begin + count * page_bytes]
+    before = memory.copy()
+    order = np.random.default_rng(3)
+    to, origin = (order.permutation(count)[: count - 1].astype(np.int32) for _ in range(2))
+    expected = target.reshape(count, -1).copy()
+    expected[to] = source.reshape(count, -1)[origin]
+    ops.copy_pages(target.ctypes.data, to, source.ctypes.data, origin, page_bytes)
+    assert np.array_equal(target.reshape(count, -1), expected)
+    assert np.array_equal(memory[:begin], before[:begin])
+    assert np.array_equal(memory[begin + count * page_bytes :], before[begin + count * page_bytes :])
+
+
+@pytest.mark.usefixtures("cpu_level")
 @pytest.mark.parametrize("page_bytes", [1, 16, 100, 200, 240, 241, 1024, 1025, 4096, 200_000])
 def test_checksums_are_xxh3_of_each_page(page_bytes):
     source = pool(6, page_bytes + 3)

@@ -14,6 +14,7 @@ import pytest
 
 from kvmesh.cache.device import CpuDevice, DeviceBuffer
 from kvmesh.net.faults import injected
+from kvmesh.transceiver.integrity import PageChecksums, checksum_difference
 from kvmesh.transceiver.planes.base import MoveControl, MoveJob, MoveStoppedError, PlaneError
 from kvmesh.transceiver.planes.builtin import BuiltinPlane
 from kvmesh.transceiver.planes.builtin_memfd import MemfdDescriptor
@@ -29,6 +30,7 @@ class End:
     plane: BuiltinPlane
     pages: list[np.ndarray]
     """Per pool ``[COUNT, PAGE]``."""
+    sums: PageChecksums
 
 
 def pool(buffer: DeviceBuffer, page_bytes: int = PAGE, **changes: Any) -> PoolMemory:
@@ -54,14 +56,18 @@ def make_end() -> Iterator[Callable[..., End]]:
         buffers.extend(mine)
         for buffer in mine:
             buffer.array[:] = np.random.default_rng(seed).integers(0, 256, buffer.nbytes, dtype=np.uint8)
+        pools = [pool(buffer, page_bytes, **changes) for buffer in mine]
         plane = BuiltinPlane(
-            [pool(buffer, page_bytes, **changes) for buffer in mine],
+            pools,
             [0, 0, 1],
             choice=choice,  # type: ignore[arg-type]
             bind_host="127.0.0.1",
         )
         planes.append(plane)
-        return End(plane, [buffer.array.reshape(-1, page_bytes) for buffer in mine])
+        pages = [
+            buffer.array[: len(buffer.array) // page_bytes * page_bytes].reshape(-1, page_bytes) for buffer in mine
+        ]
+        return End(plane, pages, PageChecksums(pools, [0, 0, 1]))
 
     yield make
     for plane in planes:
@@ -98,19 +104,37 @@ def test_pages_of_every_group_arrive_and_nothing_else_changes(make_end: Callable
 
 
 @pytest.mark.parametrize("way", ["memfd", "tcp"])
-def test_every_page_that_landed_is_told_once(make_end: Callable[..., End], way: str) -> None:
+@pytest.mark.parametrize("page_bytes", [PAGE, 100, 1000])
+def test_both_ends_sum_the_same(make_end: Callable[..., End], way: str, page_bytes: int) -> None:
+    owner, receiver = make_end(seed=1, page_bytes=page_bytes), make_end(way, seed=2, page_bytes=page_bytes)
+    receiver.plane.attach(OWNER, owner.plane.describe())
+    sums = receiver.sums.running(LOCAL)
+    receiver.plane.move(OWNER, job(owner, LOCAL, REMOTE, sums=sums))
+    for group, number in enumerate([0, 0, 1]):
+        assert np.array_equal(receiver.pages[number][LOCAL[group]], owner.pages[number][REMOTE[group]])
+    assert sums.encoded() == owner.sums.of(REMOTE) == receiver.sums.of(LOCAL)
+
+
+@pytest.mark.parametrize("way", ["memfd", "tcp"])
+def test_a_page_that_changes_before_it_is_read_is_told(make_end: Callable[..., End], way: str) -> None:
     owner, receiver = make_end(seed=1), make_end(way, seed=2)
     receiver.plane.attach(OWNER, owner.plane.describe())
-    landed: list[int] = []
+    promised = owner.sums.of(REMOTE)
+    owner.pages[1][6, PAGE - 1] ^= 1
+    sums = receiver.sums.running(LOCAL)
+    receiver.plane.move(OWNER, job(owner, LOCAL, REMOTE, sums=sums))
+    damage = checksum_difference(sums.encoded(), promised)
+    assert damage == "group 2: 1 of 2 pages arrived damaged, the first at index 1"
 
-    def note(group: int, part: slice) -> None:
-        number = [0, 0, 1][group]
-        there = owner.pages[number][REMOTE[group][part]]
-        assert np.array_equal(receiver.pages[number][LOCAL[group][part]], there)
-        landed.extend(LOCAL[group][part].tolist())
 
-    receiver.plane.move(OWNER, job(owner, LOCAL, REMOTE, landed=note))
-    assert landed == [1, 2, 3, 9, 30, 4]
+@pytest.mark.parametrize("way", ["memfd", "tcp"])
+def test_what_is_copied_from_another_page_is_told(make_end: Callable[..., End], way: str) -> None:
+    owner, receiver = make_end(seed=1), make_end(way, seed=2)
+    receiver.plane.attach(OWNER, owner.plane.describe())
+    sums = receiver.sums.running(LOCAL)
+    receiver.plane.move(OWNER, job(owner, LOCAL, [ids(8, 9, 4), *REMOTE[1:]], sums=sums))
+    damage = checksum_difference(sums.encoded(), owner.sums.of(REMOTE))
+    assert damage == "group 0: 1 of 3 pages arrived damaged, the first at index 2"
 
 
 @pytest.mark.parametrize("way", ["memfd", "tcp"])

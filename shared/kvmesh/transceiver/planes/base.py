@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvmesh.net.faults import fault_point
 from kvmesh.transceiver.types import PageIds, PeerKey
 
-__all__ = ["DataPlane", "MoveControl", "MoveJob", "MoveStoppedError", "PlaneError"]
+__all__ = ["DataPlane", "MoveControl", "MoveJob", "MoveStoppedError", "PageSums", "PlaneError"]
 
 
 class PlaneError(Exception):
@@ -54,6 +57,16 @@ class MoveControl:
             raise MoveStoppedError
 
 
+class PageSums(Protocol):
+    """Checksums of the pages of a job, by (layer group, part): every page is given once, in either way."""
+
+    def put(self, group: int, part: slice, sums: NDArray[np.uint64]) -> None:
+        """Take those that the mover computed while it wrote ``local[group][part]``."""
+
+    def add(self, group: int, part: slice) -> None:
+        """Compute those of ``local[group][part]`` from what lies there now."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveJob:
     """Which pages to move: page ``local[g][i]`` here and page ``remote[g][i]`` at the peer, for every layer group."""
@@ -65,8 +78,8 @@ class MoveJob:
     access: bytes = b""
     """What the owner gave out with :meth:`DataPlane.grant` (pull planes)."""
     control: MoveControl = field(default_factory=MoveControl)
-    landed: Callable[[int, slice], None] | None = None
-    """Called in the mover with (group, part) when the pages ``local[group][part]`` are in place (pull planes)."""
+    sums: PageSums | None = None
+    """Gets the checksums of the pages as they arrive (pull planes)."""
 
     @property
     def num_pages(self) -> int:

@@ -26,8 +26,6 @@ __all__ = ["MappedPools", "MemfdDescriptor", "SharedPool", "describe_pools"]
 
 SLICE_BYTES: Final = 8 << 20
 """A stop is noticed between slices: a few milliseconds of copying, long against the cost of a call."""
-CACHED_SLICE_BYTES: Final = 1 << 20
-"""Where someone reads what has landed: small enough to find it in the processor's second-level cache."""
 
 
 class SharedPool(msgspec.Struct, frozen=True, array_like=True):
@@ -81,24 +79,27 @@ class MappedPools:
         self._pools = pools
         self._counts = [pool.num_pages for pool in descriptor.pools]
         self._maps: list[NDArray[np.uint8]] = [_map(descriptor.process.pid, pool) for pool in descriptor.pools]
+        self._addresses = [mapping.ctypes.data for mapping in self._maps]
 
     def pull(self, job: MoveJob, pool_of_group: Sequence[int]) -> int:
         """Copy the pages of ``job`` into this process's pools; see :meth:`DataPlane.move`."""
         moved = 0
-        slice_bytes = SLICE_BYTES if job.landed is None else CACHED_SLICE_BYTES
-        most = [max(1, slice_bytes // self._pools[pool].page_bytes) for pool in pool_of_group]
+        most = [max(1, SLICE_BYTES // self._pools[pool].page_bytes) for pool in pool_of_group]
         for group, pages in enumerate(job.remote):
             if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < self._counts[pool_of_group[group]]:
                 raise PlaneError(f"the owner granted pages outside its pool of group {group}")
         for group, part in slices([len(pages) for pages in job.local], most):
             job.control.checkpoint()
             pool = self._pools[pool_of_group[group]]
-            source = self._maps[pool_of_group[group]]
-            local = job.local[group][part]
-            ops.copy_pages(pool.address, local, source.ctypes.data, job.remote[group][part], pool.page_bytes)
+            local, remote = job.local[group][part], job.remote[group][part]
+            source = self._addresses[pool_of_group[group]]
+            if job.sums is None:
+                ops.copy_pages(pool.address, local, source, remote, pool.page_bytes)
+            else:
+                # One pass, which reads each byte once: the owner's memory can change, the sum is of what was written.
+                sums = ops.copy_pages_checksummed(pool.address, local, source, remote, pool.page_bytes)
+                job.sums.put(group, part, sums)
             moved += len(local) * pool.page_bytes
-            if job.landed is not None:
-                job.landed(group, part)
         job.control.checkpoint()
         return moved
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from kvmesh.net.faults import FaultInjectedError, fault_point
 from kvmesh.transceiver.planes.base import MoveControl, MoveJob, MoveStoppedError, PlaneError
-from kvmesh.transceiver.runs import contiguous_runs
+from kvmesh.transceiver.runs import contiguous_runs, slices
 from kvmesh.transceiver.types import PageIds, PoolMemory
 
 __all__ = ["PageClient", "PageServer", "PoolViews"]
@@ -29,6 +29,8 @@ _GRANTED, _REFUSED = 0, 1
 
 IOVECS: Final = 64
 """Buffers in one system call; measured best for 64 KiB pages."""
+SUMMED_SLICE_BYTES: Final = 1 << 20
+"""Pages are summed after each such slice, while they are in the processor's second-level cache."""
 SOCKET_BUFFER_BYTES: Final = 4 << 20
 STOP_POLL_S: Final = 0.05
 """A blocked send or receive looks this often whether it was stopped."""
@@ -58,14 +60,25 @@ class PoolViews:
         Raises:
             PlaneError: a page lies outside its pool.
         """
+        return [view for group, ids in enumerate(pages) for view in self.buffers_of(group, ids)]
+
+    def buffers_of(self, group: int, pages: PageIds) -> list[memoryview]:
+        """The bytes of ``pages`` of one layer group, neighbours merged, in order.
+
+        Raises:
+            PlaneError: a page lies outside its pool.
+        """
         views: list[memoryview] = []
-        for group, ids in enumerate(pages):
-            pool, whole = self._pools[self._pool_of_group[group]], self._bytes[self._pool_of_group[group]]
-            for start, length in contiguous_runs(ids):
-                if start < 0 or start + length > pool.num_pages:
-                    raise PlaneError(f"page {start} is outside the pool of {pool.num_pages} pages")
-                views.append(whole[start * pool.page_bytes : (start + length) * pool.page_bytes])
+        pool, whole = self._pools[self._pool_of_group[group]], self._bytes[self._pool_of_group[group]]
+        for start, length in contiguous_runs(pages):
+            if start < 0 or start + length > pool.num_pages:
+                raise PlaneError(f"page {start} is outside the pool of {pool.num_pages} pages")
+            views.append(whole[start * pool.page_bytes : (start + length) * pool.page_bytes])
         return views
+
+    def pages_in(self, nbytes: int) -> list[int]:
+        """For every layer group, how many pages ``nbytes`` hold; at least one."""
+        return [max(1, nbytes // self._pools[pool].page_bytes) for pool in self._pool_of_group]
 
 
 class PageServer:
@@ -213,8 +226,11 @@ class PageClient:
         return connection
 
     def _pull(self, connection: socket.socket, job: MoveJob) -> int:
-        buffers = self._views.buffers(job.local)
-        expected = sum(map(len, buffers))
+        landings = [
+            (group, part, self._views.buffers_of(group, job.local[group][part]))
+            for group, part in slices([len(pages) for pages in job.local], self._views.pages_in(SUMMED_SLICE_BYTES))
+        ]
+        expected = sum(len(buffer) for _group, _part, buffers in landings for buffer in buffers)
         connection.settimeout(STOP_POLL_S)
         connection.sendall(_REQUEST.pack(_MAGIC, job.transfer_id, job.session, job.access))
         answer = memoryview(bytearray(_ANSWER.size))
@@ -224,13 +240,13 @@ class PageClient:
             raise PlaneError("the owner's page server refused the session")
         if nbytes != expected:
             raise PlaneError(f"the owner sends {nbytes} bytes, {expected} are wanted")
-        for part in _parts(buffers):
-            job.control.checkpoint()
-            _receive(connection, part, job.control)
+        for group, part, buffers in landings:
+            for some in _parts(buffers):
+                job.control.checkpoint()
+                _receive(connection, some, job.control)
+            if job.sums is not None:
+                job.sums.add(group, part)
         job.control.checkpoint()
-        if job.landed is not None:
-            for group in range(len(job.local)):
-                job.landed(group, slice(None))
         return expected
 
 

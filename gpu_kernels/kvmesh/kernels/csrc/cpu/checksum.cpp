@@ -59,14 +59,7 @@ struct Copy {
 
   KVM_INLINE void keep(const uint8_t* from, VLong value) const {
     uint8_t* to = const_cast<uint8_t*>(from) + shift;
-#if defined(__AVX512F__)
-    if (kStream) return _mm512_stream_si512((__m512i*)to, (__m512i)value);
-#elif defined(__AVX2__)
-    if (kStream) return _mm256_stream_si256((__m256i*)to, (__m256i)value);
-#elif defined(__x86_64__)
-    if (kStream) return _mm_stream_si128((__m128i*)to, (__m128i)value);
-#endif
-    store_bits(to, value);
+    kStream ? store_past_caches(to, value) : store_bits(to, value);
   }
   KVM_INLINE const uint8_t* keep_last(const uint8_t* from, size_t bytes) const {
     uint8_t* to = const_cast<uint8_t*>(from) + shift;
@@ -143,9 +136,7 @@ uint64_t copy_checksum(uint8_t* to, const uint8_t* from, size_t bytes, bool stre
   }
   if (!stream || reinterpret_cast<uintptr_t>(to) % kStripe != 0) return sum_long(from, bytes, Copy<false>{to - from});
   uint64_t sum = sum_long(from, bytes, Copy<true>{to - from});
-#if defined(__x86_64__)
-  _mm_sfence();  // streaming writes are ordered with nothing else, such as the news that the copy is done
-#endif
+  order_streaming_stores();
   return sum;
 }
 

@@ -24,6 +24,7 @@ void prepare_linear(const LinearArgs& a, int32_t kind, float* packed_x, float* b
 void linear_q4_1(const LinearArgs& a, int64_t panel_begin, int64_t panel_end);
 void linear_q8_0(const LinearArgs& a, int64_t panel_begin, int64_t panel_end);
 
+void stream_copy(uint8_t* to, const uint8_t* from, size_t bytes);
 uint64_t checksum(const uint8_t* data, size_t bytes);
 uint64_t copy_checksum(uint8_t* to, const uint8_t* from, size_t bytes, bool stream);
 

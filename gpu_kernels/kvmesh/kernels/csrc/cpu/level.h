@@ -91,6 +91,7 @@ struct LevelTable {
   void (*prepare_linear)(const LinearArgs&, int32_t kind, float* packed_x, float* block_sums);
   void (*linear_q4_1)(const LinearArgs&, int64_t panel_begin, int64_t panel_end);
   void (*linear_q8_0)(const LinearArgs&, int64_t panel_begin, int64_t panel_end);
+  void (*stream_copy)(uint8_t* to, const uint8_t* from, size_t bytes);
   uint64_t (*checksum)(const uint8_t* data, size_t bytes);  // XXH3-64, seed 0
   uint64_t (*copy_checksum)(uint8_t* to, const uint8_t* from, size_t bytes, bool stream);  // stream: past the caches
 };

@@ -41,6 +41,26 @@ KVM_INLINE void store_bits(void* p, V v) {
   memcpy(p, &v, sizeof(V));
 }
 
+// Writes a whole vector past the caches to an address of its own alignment. Ordered with nothing else, such as the
+// news that a copy is done, until order_streaming_stores().
+template <class V>
+KVM_INLINE void store_past_caches(void* p, V v) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512((__m512i*)p, (__m512i)v);
+#elif defined(__AVX2__)
+  _mm256_stream_si256((__m256i*)p, (__m256i)v);
+#elif defined(__x86_64__)
+  _mm_stream_si128((__m128i*)p, (__m128i)v);
+#else
+  store_bits(p, v);
+#endif
+}
+KVM_INLINE void order_streaming_stores() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
 KVM_INLINE VFloat splat(float f) { return f - VFloat{}; }
 KVM_INLINE VInt splat(int32_t i) { return i - VInt{}; }
 KVM_INLINE VFloat load(const float* p) { return load_bits<VFloat>(p); }

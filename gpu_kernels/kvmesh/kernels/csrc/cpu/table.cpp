@@ -12,7 +12,7 @@ const LevelTable& table() {
       KVM_TEXT(KVM_LEVEL), rms_norm,           silu_and_mul,            gelu_tanh_and_mul, rope,
       store_kv,            kAttentionTileRows, attention_scratch_bytes, partial_floats,    attention_decode,
       attention_prefill,   attention_merge,    prepare_linear,          linear_q4_1,       linear_q8_0,
-      checksum,         copy_checksum,
+      stream_copy,      checksum,           copy_checksum,
   };
   return entries;
 }
