@@ -241,16 +241,12 @@ class KvCache:
             return True
         scratch = self._scratch_ranges(history, capacity)
         counts = [blocks.missing(wanted, history, part) for blocks, part in zip(self._groups, scratch, strict=True)]
-        needs = self._store.by_pool(counts)
-        if not self._store.can_allocate(needs, self._freed_by(history)):
-            if not self._store.can_allocate(needs, self._freed_by(history, retaining=False)):
-                return False
-            self._release_passed(history)
-        self._free_scratch()
-        self._raise_history(history)
-        new = self._allocate(wanted, counts)
-        if new is None:  # A tier failed while making room.
+        if not self._store.all_whole and not self._let_go_for(counts, history):
             return False
+        new = self._allocate(wanted, counts)
+        if new is None:  # Without windows; with them, a tier failed while making room.
+            return False
+        self._history = history
         for blocks, part, pages in zip(self._groups, scratch, new, strict=True):
             blocks.extend(wanted, history, part, pages)
         self._num_blocks, self._capacity = wanted, capacity
@@ -490,6 +486,17 @@ class KvCache:
     def _free_scratch(self) -> None:
         for blocks in self._groups:
             blocks.free_scratch()
+
+    def _let_go_for(self, counts: list[int], history: int) -> bool:
+        """Let go of what ``history`` leaves behind if ``counts`` pages can be had then; else False, and no change."""
+        needs = self._store.by_pool(counts)
+        if not self._store.can_allocate(needs, self._freed_by(history)):
+            if not self._store.can_allocate(needs, self._freed_by(history, retaining=False)):
+                return False
+            self._release_passed(history)
+        self._free_scratch()
+        self._raise_history(history)
+        return True
 
     def _raise_history(self, history: int) -> None:
         self._history = history

@@ -89,7 +89,8 @@ class BlockStore:
         self._pool_of_group = [group.pool for group in layout.groups]
         self._whole_chain = [group.kind == "attention" and group.window is None for group in layout.groups]
         """By group: whether a block cannot be without its page."""
-        self._all_whole = all(self._whole_chain)
+        self.all_whole = all(self._whole_chain)
+        """Whether every group has full attention: then no page of a block is ever missing."""
         self._partial_reuse = partial_reuse
         self._sink = sink
 
@@ -123,7 +124,7 @@ class BlockStore:
         if not length:
             return NO_MATCH
         chain = chain[: -(-length // size)]
-        if not self._all_whole:  # Else every block's page is there and covers it.
+        if not self.all_whole:  # Else every block's page is there and covers it.
             coverage = [self._coverage(group, chain) for group in range(self.num_groups)]
             length = reusable_length(length, self.layout.groups, coverage, size, partial=self._partial_reuse)
         elif not self._partial_reuse:
@@ -218,7 +219,7 @@ class BlockStore:
         known = len(existing)
         if known:
             self._share(scope, parent_key, keys[:known], token_ids[:known], existing, [own[:known] for own in pages])
-        known_end = len(keys) if self._all_whole else _last_with_page(pages)
+        known_end = len(keys) if self.all_whole else _last_with_page(pages)
         if known_end <= known:
             return known
         parent = int(existing[-1]) if known else self._parent(scope, parent_key)
@@ -522,9 +523,13 @@ class BlockStore:
         self._sink.on_stored(group, blocks)
 
     def _tell_removed(self, group: int, keys: Sequence[bytes], pages: Pages) -> None:
-        if self._sink is None:
+        if self._sink is None or not keys:
             return
-        levels = self.group_tables[group].level[pages].tolist()
+        table = self.group_tables[group]
+        if not table.last_level:
+            self._sink.on_removed(group, keys, DEVICE_LEVEL)
+            return
+        levels = table.level[pages].tolist()
         begin = 0
         for level, run in groupby(levels):
             end = begin + sum(1 for _ in run)
