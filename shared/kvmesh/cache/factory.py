@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kvmesh.cache.base import CacheManager
 from kvmesh.cache.device import Device
+from kvmesh.cache.errors import TierFailedError
 from kvmesh.cache.events import EventSink
 from kvmesh.cache.layout import PageLayout
 from kvmesh.cache.manager import KvCacheManager
@@ -59,8 +60,9 @@ def create_manager(
         ConfigError: V1 is asked for what only V2 has.
         SizingError: the limits leave no room.
         DeviceMemoryError: the device has too little memory, or cannot reserve addresses for the pool rebalance.
-        TierFailedError: a cold tier cannot be made.
+        TierFailedError: the disk tier cannot be made; without memory for a host tier there is none.
     """
+    settings = V1Settings.from_config(config) if config.use_kv_cache_manager_v2 is False else None
     # A CPU device takes its pages from the same memory, and has not touched them yet.
     available_bytes = available_host_bytes() - (device.free_bytes if device.is_host_memory else 0)
     plan = plan_levels(
@@ -74,25 +76,35 @@ def create_manager(
         max_num_tokens=max_num_tokens,
         page_locked=not device.is_host_memory,
     )
-    for note in plan.notes:
-        _log.warning("cache size", note=note)
+    rebalance = settings is None and config.enable_kv_pool_rebalance and len(layout.pools) > 1
+    try:
+        storage = Storage(
+            layout,
+            plan.num_pages,
+            plan.tiers,
+            device,
+            disk_path=None if config.disk_cache_path is None else Path(config.disk_cache_path),
+            device_reserve=device_reserve_pages(plan, layout, plan.device_bytes) if rebalance else None,
+        )
+    except TierFailedError as failure:
+        if plan.tiers[failure.level] != "host":
+            raise
+        _log.error("no host tier: its memory cannot be had", reason=failure.reason)
+        return create_manager(
+            config.model_copy(update={"host_cache_size": 0}),
+            layout,
+            device,
+            event_sink=event_sink,
+            clock=clock,
+            max_seq_len=max_seq_len,
+            max_batch_size=max_batch_size,
+            max_num_tokens=max_num_tokens,
+        )
+    for note in (*plan.notes, *(ignored_by_v1(config) if settings is not None else ())):
+        _log.warning("cache settings", note=note)
     _log.info("cache tiers", **{tier: list(pages) for tier, pages in zip(plan.tiers, plan.num_pages, strict=True)})
-    if config.use_kv_cache_manager_v2 is False:
-        settings = V1Settings.from_config(config)
-        for note in ignored_by_v1(config):
-            _log.warning("cache settings", note=note)
-        storage = Storage(layout, plan.num_pages, plan.tiers, device)
+    if settings is not None:
         return V1CacheManager(layout, storage, plan.num_pages, plan.tiers, settings, event_sink=event_sink, clock=clock)
-    rebalance = config.enable_kv_pool_rebalance and len(layout.pools) > 1
-    reserve = device_reserve_pages(plan, layout, plan.device_bytes) if rebalance else None
-    storage = Storage(
-        layout,
-        plan.num_pages,
-        plan.tiers,
-        device,
-        disk_path=None if config.disk_cache_path is None else Path(config.disk_cache_path),
-        device_reserve=reserve,
-    )
     return KvCacheManager(
         layout,
         storage,

@@ -238,11 +238,9 @@ def _room_notes(pages: Sequence[int], layout: PageLayout, limits: Limits, quota:
 def _cold_tiers(config: KvCacheConfig, quota: int, automatic: int) -> tuple[list[tuple[str, int, bool]], list[str]]:
     """Name, bytes and whether the configuration states them, of each cold tier; and warnings."""
     host, disk = config.host_cache_size, config.disk_cache_size or 0
+    if not config.may_use_v2:  # V1, which refuses a disk tier.
+        return ([("host", host, True)] if host and host > 0 else []), []
     notes = []
-    if not config.may_use_v2:
-        if disk:
-            notes.append("disk_cache_size has no effect with the V1 manager")
-        return ([("host", host, True)] if host and host > 0 else []), notes
     tiers = []
     if host is not None and host >= 0:
         tiers = [("host", host, True)] if host else []

@@ -285,9 +285,7 @@ class TestColdTiers:
         layout = layout_of(FULL)
         assert plan(layout, **v1, host_cache_size=None).tiers == ("gpu",)
         assert plan(layout, **v1, host_cache_size=-5).tiers == ("gpu",)
-        got = plan(layout, **v1, host_cache_size=100, disk_cache_size=100, disk_cache_path="/")
-        assert got.num_pages == ((100,), (10,))
-        assert got.notes == ("disk_cache_size has no effect with the V1 manager",)
+        assert plan(layout, **v1, host_cache_size=100).num_pages == ((100,), (10,))
 
 
 def test_a_pool_can_grow_until_the_others_have_their_floors() -> None:
