@@ -24,11 +24,11 @@ NATIVE := $(shell find gpu_kernels -name '*.cpp' -o -name '*.cc' -o -name '*.c' 
 	-o -name '*.hpp' -o -name '*.cuh')
 INSTALLED_FROM := pyproject.toml constraints.txt hatch_build.py gpu_kernels/kvmesh/kernels/build.py $(NATIVE)
 
-.PHONY: help up down test lint bench clean venv check
+.PHONY: help up down test soak-cache lint bench clean venv check
 
 help: ## Show this help
 	@echo "Targets:"
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
 	@echo "Variables:"
 	@echo "  PYTHON      interpreter for the environment, 3.11 or newer (now: $(or $(PYTHON),none found))"
 	@echo "  VENV        where the environment is (now: $(VENV))"
@@ -46,6 +46,9 @@ down: ## Stop the mesh that runs in the background
 
 test: $(VENV)/.dev ## Set up and run the tests
 	@$(BIN)/python -m pytest $(ARGS)
+
+soak-cache: $(VENV)/.dev ## Run the random test of the KV cache, a million steps instead of 20 000
+	@KVMESH_SOAK=50 $(BIN)/python -m pytest tests/unit/cache/test_model.py $(ARGS)
 
 lint: $(VENV)/.dev ## Check style and types
 	@$(BIN)/ruff check .
