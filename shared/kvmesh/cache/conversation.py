@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from typing import NamedTuple
 
-from kvmesh.cache.layout import LayerGroupLayout
 from kvmesh.cache.pages import NO_PAGE
 from kvmesh.cache.store import BlockStore
 from kvmesh.cache.windows import first_live_block
@@ -69,12 +68,8 @@ class Conversations:
             table = self._store.group_tables[group]
             for key in reversed(oldest.keys):
                 node = None if key in needed else tree.find(key)
-                if node is None or (self._needs_all(layout) and tree.num_children(node)):
+                if node is None or (layout.has_every_page and tree.num_children(node)):
                     continue  # Somebody else's blocks continue it.
                 page = tree.pages(group)[[node]]
                 if page[0] != NO_PAGE and table.unused(page)[0]:
                     self._store.drop_pages(layout.pool, page)
-
-    @staticmethod
-    def _needs_all(layout: LayerGroupLayout) -> bool:
-        return layout.kind == "attention" and layout.window is None

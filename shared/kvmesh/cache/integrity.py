@@ -91,7 +91,7 @@ def _check_offers(store: BlockStore) -> None:
         here = pages != NO_PAGE
         layout = store.layout.groups[group]
         lengths = store.tree.lengths(nodes)
-        if layout.kind == "attention" and layout.window is None:
+        if layout.has_every_page:
             _require(bool(here.all()), f"a block offers no page in layer group {group}")
             _require(bool((table.num_tokens[pages] == lengths).all()), "a page does not cover its block")
         pages, lengths = pages[here], lengths[here]

@@ -103,6 +103,11 @@ class LayerGroupLayout(msgspec.Struct, frozen=True, kw_only=True):
     page_bytes: int
     buffers: tuple[BufferSpec, ...]
 
+    @property
+    def has_every_page(self) -> bool:
+        """Whether a cached block always has a page in this group: no window lets go of it."""
+        return self.kind == "attention" and self.window is None
+
     def buffer(self, layer: int, role: Role) -> BufferSpec:
         """The buffer of ``layer`` with ``role``.
 

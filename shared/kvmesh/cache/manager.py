@@ -214,7 +214,7 @@ class KvCacheManager:
         """Let retention durations that have run out by ``now_s`` (monotonic) expire. Call it once a step."""
         for table in self.store.tables:
             for page, old in table.expire(now_s):
-                self.store.announce_priority(table, page, old)
+                self.store.announcer.priority(table, page, old)
 
     def pages_needed(self, *, history: int, capacity: int) -> list[int]:
         """Device pages by pool of a sequence with ``history`` computed tokens and pages for ``capacity``."""

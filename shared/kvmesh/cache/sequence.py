@@ -442,7 +442,9 @@ class KvCache:
         if not self._manager.settings.enable_swa_scratch_reuse:
             return [_NO_RANGE] * len(self._groups)
         ranges = [
-            scratch_range(history, capacity, self._block_tokens, group.window) for group in self._manager.layout.groups
+            # Not even a window of one token leaves a block behind that a decode has only begun.
+            scratch_range(history, capacity, self._block_tokens, group.window and max(group.window, 2))
+            for group in self._manager.layout.groups
         ]
         return [BlockRange(max(begin, self._num_blocks), max(end, self._num_blocks)) for begin, end in ranges]
 
@@ -549,7 +551,7 @@ class KvCache:
         for blocks in self._groups:
             blocks.forget_damaged()
         tokens = self._tokens[first * self._block_tokens : last * self._block_tokens]
-        stored = self._store.commit_full(
+        stored = self._store.commits.full(
             self.scope,
             self._parent_key(first),
             self._keys[first:last],
@@ -567,7 +569,7 @@ class KvCache:
             begin = full * self._block_tokens
             pages = [blocks.between(full, full + 1) for blocks in self._groups]
             tokens = self._tokens[begin : begin + rest]
-            if self._store.commit_partial(self.scope, self._parent_key(full), tokens, pages):
+            if self._store.commits.partial(self.scope, self._parent_key(full), tokens, pages):
                 self._tail_keys = [v2_partial_key(tokens, self._parent_key(full))]
 
     def _know_keys(self, blocks: int) -> None:

@@ -1,4 +1,4 @@
-"""Blocks and their pages together: match, allocate, commit, forget. Only here do tree and pages change at once.
+"""Blocks and their pages together: match, allocate, forget; :mod:`kvmesh.cache.commits` adds them.
 
 A block of the tree offers at most one page in each layer group. A full-attention group's page is never missing while
 the block is there (when it goes, the block and everything that continues it go), a windowed group's page may be; what
@@ -8,13 +8,14 @@ a match may use is decided by :mod:`kvmesh.cache.matching`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
-from kvmesh.cache.events import EventSink, StoredBlocks
+from kvmesh.cache.announcer import Announcer
+from kvmesh.cache.commits import Commits
+from kvmesh.cache.events import EventSink
 from kvmesh.cache.flows import PageFlows
 from kvmesh.cache.layout import PageLayout
 from kvmesh.cache.matching import reusable_length
@@ -23,7 +24,7 @@ from kvmesh.cache.placement import Placement
 from kvmesh.cache.stats import CacheCounters
 from kvmesh.cache.storage import Storage
 from kvmesh.cache.tree import MAX_SCANNED_CHILDREN, BlockTree, Nodes
-from kvmesh.hashing import ReuseScope, TokenIds, v2_partial_key, v2_root
+from kvmesh.hashing import ReuseScope, TokenIds, v2_root
 
 __all__ = ["BlockMatch", "BlockStore"]
 
@@ -76,6 +77,7 @@ class BlockStore:
         self.tree = BlockTree(layout.tokens_per_block, len(layout.groups))
         self.counters = CacheCounters()
         self.flows = PageFlows(len(num_pages), len(layout.groups))
+        self.announcer = Announcer(layout, self.tree, self.tables, sink)
         self.placement = Placement(
             self.tables,
             storage,
@@ -84,15 +86,15 @@ class BlockStore:
             counters=self.counters,
             flows=self.flows,
             drop=self.drop_pages,
-            moved=self._tell_moved,
+            moved=self.announcer.moved,
         )
         self._pool_of_group = [group.pool for group in layout.groups]
-        self._whole_chain = [group.kind == "attention" and group.window is None for group in layout.groups]
+        self.whole_chain = [group.has_every_page for group in layout.groups]
         """By group: whether a block cannot be without its page."""
-        self.all_whole = all(self._whole_chain)
+        self.all_whole = all(self.whole_chain)
         """Whether every group has full attention: then no page of a block is ever missing."""
         self._partial_reuse = partial_reuse
-        self._sink = sink
+        self.commits = Commits(self)
 
     @property
     def num_groups(self) -> int:
@@ -197,91 +199,6 @@ class BlockStore:
             need <= self.placement.available(pool) + (extra[pool] if extra else 0) for pool, need in enumerate(needs)
         )
 
-    def commit_full(
-        self, scope: ReuseScope, parent_key: bytes, keys: Sequence[bytes], token_ids: TokenIds, pages: list[Pages]
-    ) -> int | None:
-        """Make full blocks reusable. A block that is in the tree already is shared instead: ``pages`` are replaced.
-
-        Args:
-            scope: scope of the sequence.
-            parent_key: key of the block before the first one, or the scope's root key.
-            keys: their keys.
-            token_ids: int32 ``[len(keys), tokens_per_block]``.
-            pages: per layer group the private pages of the blocks, ``NO_PAGE`` where there is none; changed in place
-                where the tree's page is shared instead.
-
-        Returns:
-            How many of the blocks the tree has now: trailing blocks without any page can only be stored together with a
-            later one that has one. None when the block before is not in the tree any more, so that these cannot be
-            reached.
-        """
-        existing = self.tree.walk(keys)
-        known = len(existing)
-        if known:
-            self._share(scope, parent_key, keys[:known], token_ids[:known], existing, [own[:known] for own in pages])
-        known_end = len(keys) if self.all_whole else _last_with_page(pages)
-        if known_end <= known:
-            return known
-        parent = int(existing[-1]) if known else self._parent(scope, parent_key)
-        if parent is None:
-            return None
-        parent_key = keys[known - 1] if known else parent_key
-        keys = keys[:known_end]
-        tokens = np.ascontiguousarray(token_ids[known:known_end])
-        covered = self._partial_prefixes(parent, tokens[0])
-        nodes = self.tree.add_chain(parent, keys[known:], tokens)
-        own = [held[known:known_end] for held in pages]
-        self._adopt(covered, int(nodes[0]), own)
-        self._attach(nodes, own, self.tokens_per_block)
-        self.remove(covered)
-        self.counters.stored_blocks += len(nodes)
-        self._tell_stored(scope, parent_key, keys[known:], tokens, nodes)
-        return known_end
-
-    def commit_partial(self, scope: ReuseScope, parent_key: bytes, token_ids: TokenIds, pages: list[Pages]) -> bool:
-        """Make a partial block reusable as a leaf, unless a block that covers it is there already.
-
-        Args:
-            scope: scope of the sequence.
-            parent_key: key of the block before, or the scope's root key.
-            token_ids: the block's tokens, fewer than ``tokens_per_block``.
-            pages: per layer group the one private page.
-
-        Returns:
-            Whether the tree offers these pages now.
-        """
-        key = v2_partial_key(token_ids, parent_key)
-        if self.tree.find(key) is not None or not _last_with_page(pages):
-            return False
-        parent = self._parent(scope, parent_key)
-        if parent is None:
-            return False
-        scanned = 0 < self.tree.num_children(parent) < MAX_SCANNED_CHILDREN
-        if scanned and any(shared == len(token_ids) for _, shared in self.tree.shared_prefixes(parent, token_ids)):
-            return False
-        covered = self._partial_prefixes(parent, token_ids)
-        tokens = token_ids.copy()
-        nodes = self.tree.add_partial(parent, key, tokens)
-        self._adopt(covered, int(nodes[0]), pages)
-        self._attach(nodes, pages, len(tokens))
-        self.remove(covered)
-        self.counters.stored_blocks += 1
-        self._tell_stored(scope, parent_key, [key], tokens.reshape(1, -1), nodes)
-        return True
-
-    def attach_page(self, node: int, group: int, page: Pages, num_tokens: int) -> None:
-        """Let a block of the tree offer ``page`` (an array of one), instead of what it had in ``group``.
-
-        The caller tells of it: what was there before is neither told as removed nor as moved here.
-        """
-        nodes = np.array([node], dtype=np.int32)
-        table = self.group_tables[group]
-        old = self.tree.pages(group)[nodes]
-        self.tree.pages(group)[nodes] = page
-        table.attach(page, nodes, num_tokens)
-        if old[0] != NO_PAGE:
-            table.detach(old)
-
     def drop_pages(self, pool: int, pages: Pages) -> None:
         """Make the tree forget ``pages`` of one pool, and what cannot be reached without them."""
         table = self.tables[pool]
@@ -291,13 +208,13 @@ class BlockStore:
         emptied: list[int] = []
         for group in np.unique(table.group[pages]).tolist():
             own = pages[table.group[pages] == group]
-            if self._whole_chain[group]:
+            if self.whole_chain[group]:
                 self.remove(table.node[own].tolist())
                 continue
             own = own[table.node[own] >= 0]
             nodes = table.node[own]
             self.tree.clear_pages(group, nodes)
-            self._tell_removed(group, self.tree.index.keys(nodes), own)
+            self.announcer.removed(group, self.tree.index.keys(nodes), own)
             table.detach(own)
             emptied += nodes.tolist()
         if emptied:
@@ -317,19 +234,13 @@ class BlockStore:
                 offered = pages[here]
                 offered_keys = [key for key, there in zip(keys, here.tolist(), strict=True) if there]
             if len(offered):
-                self._tell_removed(group, offered_keys, offered)
+                self.announcer.removed(group, offered_keys, offered)
                 table.detach(offered)
         self.counters.removed_blocks += len(keys)
 
     def clear(self) -> None:
         """Forget every block. Pages that are still in use outlive this and are freed by their last user."""
         self.remove([child for root in self.tree.roots() for child in self.tree.children(root)])
-
-    def announce_priority(self, table: PageTable, page: Pages, old: int) -> None:
-        """Tell that the priority of one committed page changed."""
-        if self._sink is not None:
-            key = self.tree.index.key(int(table.node[page[0]]))
-            self._sink.on_priority(int(table.group[page[0]]), [key], old, int(table.priority[page[0]]))
 
     def by_pool(self, counts: Sequence[int]) -> list[int]:
         """Sums over the layer groups of each pool."""
@@ -353,206 +264,3 @@ class BlockStore:
             return None, 0
         child, shared = max(self.tree.shared_prefixes(tip, rest), key=itemgetter(1))
         return (child, shared) if shared else (None, 0)
-
-    def _parent(self, scope: ReuseScope, key: bytes) -> int | None:
-        node = self.tree.find(key)
-        if node is None and key == v2_root(scope):
-            return self.tree.add_root(key)
-        return node
-
-    def _share(
-        self,
-        scope: ReuseScope,
-        parent_key: bytes,
-        keys: Sequence[bytes],
-        token_ids: TokenIds,
-        nodes: Nodes,
-        pages: list[Pages],
-    ) -> None:
-        """Blocks are in the tree already: use its pages where they are as good as ours, else offer ours."""
-        for group, (table, own, theirs) in enumerate(zip(self.group_tables, pages, self.pages_of(nodes), strict=True)):
-            mine = own != NO_PAGE
-            there = theirs != NO_PAGE
-            if self.layout.groups[group].kind == "state":
-                self._add_snapshots(group, scope, parent_key, keys, token_ids, nodes, own, theirs)
-                continue
-            # A page that only waits to be committed may itself be on a colder level.
-            as_good = (
-                there & (table.num_tokens[theirs] >= self.tokens_per_block) & (table.level[theirs] <= table.level[own])
-            )
-            same = mine & as_good & (own != theirs)
-            if same.any():
-                # Ours may be only held: the window has passed it already, and nothing else will be read of it.
-                locked = table.uses(own[same])[0] > 0
-                self._exchange(table, own, np.flatnonzero(same)[locked], theirs)
-                self.counters.rebased_pages += int(np.count_nonzero(locked))
-            for at in np.flatnonzero(mine & ~as_good & (own != theirs)).tolist():
-                old = theirs[at : at + 1]
-                level, whole = int(table.level[old[0]]), int(table.num_tokens[old[0]]) >= self.tokens_per_block
-                priority = int(table.priority[old[0]])
-                if there[at] and not whole:
-                    self._tell_removed(group, [keys[at]], old)
-                self.attach_page(int(nodes[at]), group, own[at : at + 1], self.tokens_per_block)
-                if there[at] and whole:
-                    if self._sink is not None:
-                        self._sink.on_moved(group, [keys[at]], level, int(table.level[own[at]]))
-                        if priority != table.priority[own[at]]:
-                            self.announce_priority(table, own[at : at + 1], priority)
-                    continue
-                parent = parent_key if at == 0 else keys[at - 1]
-                self._tell(scope, parent, [keys[at]], token_ids[at : at + 1], group, own[at : at + 1])
-
-    def _add_snapshots(
-        self,
-        group: int,
-        scope: ReuseScope,
-        parent_key: bytes,
-        keys: Sequence[bytes],
-        token_ids: TokenIds,
-        nodes: Nodes,
-        own: Pages,
-        theirs: Pages,
-    ) -> None:
-        """Offer snapshots at blocks that are in the tree already; one block keeps the later position."""
-        table = self.group_tables[group]
-        for at in np.flatnonzero(own != NO_PAGE).tolist():
-            old, page = theirs[at : at + 1], own[at : at + 1]
-            tokens = int(table.num_tokens[page[0]])
-            if old[0] != NO_PAGE:
-                if table.num_tokens[old[0]] >= tokens:
-                    continue
-                self._tell_removed(group, [keys[at]], old)
-            self.attach_page(int(nodes[at]), group, page, tokens)
-            parent = parent_key if at == 0 else keys[at - 1]
-            self._tell(scope, parent, [keys[at]], token_ids[at : at + 1], group, page)
-
-    def _exchange(self, table: PageTable, own: Pages, at: np.ndarray, theirs: Pages) -> None:
-        table.lock(theirs[at])
-        table.unlock(own[at])
-        own[at] = theirs[at]
-
-    def _adopt(self, covered: list[int], node: int, pages: list[Pages]) -> None:
-        """Where the new block has no page, take over one of a block that it makes useless."""
-        for group, own in enumerate(pages):
-            if own[0] != NO_PAGE or self._whole_chain[group]:
-                continue
-            column, table = self.tree.pages(group), self.group_tables[group]
-            offers = [int(column[child]) for child in covered if column[child] != NO_PAGE]
-            if not offers:
-                continue
-            best = max(offers, key=lambda page: int(table.num_tokens[page]))
-            one = np.array([best], dtype=np.int32)
-            former = table.node[one]
-            self._tell_removed(group, self.tree.index.keys(former), one)
-            column[former] = NO_PAGE
-            column[node] = best
-            table.node[best] = node
-
-    def _attach(self, nodes: Nodes, pages: list[Pages], num_tokens: int) -> None:
-        for group, (table, own) in enumerate(zip(self.group_tables, pages, strict=True)):
-            if self._whole_chain[group]:
-                table.attach(own, nodes, num_tokens)
-                self.tree.pages(group)[nodes] = own
-                continue
-            here = own != NO_PAGE
-            if self.layout.groups[group].kind == "state":
-                table.attach(own[here], nodes[here], table.num_tokens[own[here]])
-                self.tree.pages(group)[nodes[here]] = own[here]
-            elif here.all():
-                table.attach(own, nodes, num_tokens)
-                self.tree.pages(group)[nodes] = own
-            else:
-                table.attach(own[here], nodes[here], num_tokens)
-                self.tree.pages(group)[nodes[here]] = own[here]
-
-    def _partial_prefixes(self, parent: int, token_ids: TokenIds) -> list[int]:
-        """Children of ``parent`` that a new block of ``token_ids`` makes useless: partial, and a prefix of it."""
-        if not 0 < self.tree.num_children(parent) < MAX_SCANNED_CHILDREN:
-            return []
-        return [
-            child
-            for child, length in self.tree.shared_prefixes(parent, token_ids)
-            if length and length == self.tree.num_tokens(child) < self.tokens_per_block
-        ]
-
-    def _tell_stored(
-        self, scope: ReuseScope, parent_key: bytes, keys: Sequence[bytes], tokens: TokenIds, nodes: Nodes
-    ) -> None:
-        if self._sink is None:
-            return
-        for group in range(self.num_groups):
-            pages = self.tree.pages(group)[nodes]
-            if self._whole_chain[group]:
-                self._tell(scope, parent_key, keys, tokens, group, pages)
-                continue
-            here = pages != NO_PAGE
-            # The first page may be an adopted one: it covers less, and may be on a colder level.
-            adopted = here[0] and self.group_tables[group].num_tokens[pages[0]] < tokens.shape[1]
-            levels = self.group_tables[group].level[pages]
-            if here.all() and not adopted and (levels == levels[0]).all():
-                self._tell(scope, parent_key, keys, tokens, group, pages)
-                continue
-            runs = [(0, 1)] if adopted else []
-            here[0] = here[0] and not adopted
-            # Pages that only waited to be committed may be on colder levels.
-            for level in np.unique(levels[here]).tolist():
-                runs += _runs(here & (levels == level))
-            runs.sort()
-            if self.layout.groups[group].kind == "state":  # Each covers as much as it does.
-                runs = [(at, at + 1) for begin, end in runs for at in range(begin, end)]
-            for begin, end in runs:
-                before = parent_key if begin == 0 else keys[begin - 1]
-                self._tell(scope, before, keys[begin:end], tokens[begin:end], group, pages[begin:end])
-
-    def _tell(
-        self, scope: ReuseScope, parent_key: bytes, keys: Sequence[bytes], tokens: TokenIds, group: int, pages: Pages
-    ) -> None:
-        if self._sink is None:
-            return
-        table = self.group_tables[group]
-        covered = int(table.num_tokens[pages[0]])
-        blocks = StoredBlocks(
-            scope=scope,
-            parent_key=None if parent_key == v2_root(scope) else parent_key,
-            keys=keys,
-            token_ids=tokens,
-            level=int(table.level[pages[0]]),
-            priorities=table.priority[pages],
-            covered_tokens=covered if covered < tokens.shape[1] else None,
-        )
-        self._sink.on_stored(group, blocks)
-
-    def _tell_removed(self, group: int, keys: Sequence[bytes], pages: Pages) -> None:
-        if self._sink is None or not keys:
-            return
-        table = self.group_tables[group]
-        if not table.last_level:
-            self._sink.on_removed(group, keys, DEVICE_LEVEL)
-            return
-        levels = table.level[pages].tolist()
-        begin = 0
-        for level, run in groupby(levels):
-            end = begin + sum(1 for _ in run)
-            self._sink.on_removed(group, keys[begin:end], level)
-            begin = end
-
-    def _tell_moved(self, pool: int, pages: Pages, old: int, new: int) -> None:
-        if self._sink is None:
-            return
-        table = self.tables[pool]
-        pages = pages[table.node[pages] >= 0]
-        for group in np.unique(table.group[pages]).tolist():
-            keys = self.tree.index.keys(table.node[pages[table.group[pages] == group]])
-            self._sink.on_moved(group, keys, old, new)
-
-
-def _last_with_page(pages: Sequence[Pages]) -> int:
-    """Number of blocks up to the last one that has a page in some group."""
-    ends = [int(own.nonzero()[0][-1]) + 1 for own in (pages_of + 1 for pages_of in pages) if own.any()]
-    return max(ends, default=0)
-
-
-def _runs(mask: np.ndarray) -> list[tuple[int, int]]:
-    """Ranges of consecutive true entries."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
-    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
