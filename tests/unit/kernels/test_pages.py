@@ -104,6 +104,20 @@ def test_copies_with_checksums(page_bytes, offset, threads):
     assert np.array_equal(memory[begin + 9 * page_bytes :], before[begin + 9 * page_bytes :])
 
 
+@pytest.mark.usefixtures("cpu_level")
+@pytest.mark.parametrize("page_bytes", [241, 4096, 65_600, 100_003])
+@pytest.mark.parametrize("threads", [1, 2, 9])
+def test_many_pages_are_summed_side_by_side(page_bytes, threads):
+    ops.set_num_threads(threads)
+    source, target = pool(19, page_bytes), pool(19, page_bytes, seed=1)
+    to, origin = (np.random.default_rng(seed).permutation(19).astype(np.int32) for seed in (2, 3))
+    sums = ops.copy_pages_checksummed(target.ctypes.data, to, source.ctypes.data, origin, page_bytes)
+    pages = source.reshape(19, -1)[origin]
+    assert np.array_equal(target.reshape(19, -1)[to], pages)
+    expected = [xxhash.xxh3_64_intdigest(page.tobytes()) for page in pages]
+    assert sums.tolist() == expected == ops.checksum_pages(source.ctypes.data, origin, page_bytes).tolist()
+
+
 def test_wrong_ids_are_refused():
     source = pool(2, 64)
     with pytest.raises(ops.KernelError, match="int32"):

@@ -1,4 +1,5 @@
-// XXH3-64 (seed 0) of a page, its loop over 64-byte stripes in vectors, alone or while copying the page. Compiled once
+// XXH3-64 (seed 0) of pages, its loop over 64-byte stripes in vectors, alone or while copying the pages. Several pages
+// are walked side by side: hardware prefetches within one page of memory only, and their misses overlap. Compiled once
 // per level.
 #include "../ext/xxh3.h"
 #include "kernels.h"
@@ -93,26 +94,9 @@ KVM_INLINE uint64_t fold_product(uint64_t a, uint64_t b) {
   return uint64_t(product) ^ uint64_t(product >> 64);
 }
 
-// For more than kShort bytes.
-template <class Keep>
-KVM_INLINE uint64_t sum_long(const uint8_t* data, size_t bytes, Keep also) {
+// What is left of the accumulators once every byte has been seen.
+KVM_INLINE uint64_t finish(const Accumulators& acc, size_t bytes) {
   const uint8_t* secret = xxh3_secret();
-  const uint64_t start[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
-                             kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
-  Accumulators acc = load_bits<Accumulators>(start);
-  size_t blocks = (bytes - 1) / kBlock;
-  for (size_t block = 0; block < blocks; ++block, data += kBlock) {
-    for (size_t s = 0; s < kStripesPerBlock; ++s) {
-      __builtin_prefetch(data + s * kStripe + kPrefetch);
-      accumulate(acc, data + s * kStripe, secret + 8 * s, also);
-    }
-    scramble(acc, secret + kSecretBytes - kStripe);
-  }
-  size_t rest = bytes - blocks * kBlock, stripes = (rest - 1) / kStripe;
-  for (size_t s = 0; s < stripes; ++s) accumulate(acc, data + s * kStripe, secret + 8 * s, also);
-  size_t last = rest - stripes * kStripe;
-  const uint8_t* end = also.keep_last(data + stripes * kStripe, last) + last;
-  accumulate(acc, end - kStripe, secret + kSecretBytes - kStripe - 7, OnlySum{});
   uint64_t lanes[8];
   store_bits(lanes, acc);
   uint64_t hash = bytes * kPrime64_1;
@@ -123,21 +107,64 @@ KVM_INLINE uint64_t sum_long(const uint8_t* data, size_t bytes, Keep also) {
   return hash ^ (hash >> 32);
 }
 
-}  // namespace
-
-uint64_t checksum(const uint8_t* data, size_t bytes) {
-  return bytes <= kShort ? xxh3_64(data, bytes, 0) : sum_long(data, bytes, OnlySum{});
+// Sums kPages pages of more than kShort bytes side by side.
+template <int kPages, class Keep>
+KVM_INLINE void sum_long(uint64_t* sums, const uint8_t* const* pages, size_t bytes, const Keep* also) {
+  const uint8_t* secret = xxh3_secret();
+  const uint64_t start[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
+                             kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
+  Accumulators acc[kPages];
+  for (int i = 0; i < kPages; ++i) acc[i] = load_bits<Accumulators>(start);
+  size_t at = 0, blocks = (bytes - 1) / kBlock;
+  for (size_t block = 0; block < blocks; ++block) {
+    for (size_t s = 0; s < kStripesPerBlock; ++s, at += kStripe) {
+      for (int i = 0; i < kPages; ++i) {
+        if (kPages == 1) __builtin_prefetch(pages[i] + at + kPrefetch);
+        accumulate(acc[i], pages[i] + at, secret + 8 * s, also[i]);
+      }
+    }
+    for (int i = 0; i < kPages; ++i) scramble(acc[i], secret + kSecretBytes - kStripe);
+  }
+  size_t stripes = (bytes - at - 1) / kStripe;
+  for (size_t s = 0; s < stripes; ++s, at += kStripe)
+    for (int i = 0; i < kPages; ++i) accumulate(acc[i], pages[i] + at, secret + 8 * s, also[i]);
+  for (int i = 0; i < kPages; ++i) {
+    const uint8_t* end = also[i].keep_last(pages[i] + at, bytes - at) + bytes - at;
+    accumulate(acc[i], end - kStripe, secret + kSecretBytes - kStripe - 7, OnlySum{});
+    sums[i] = finish(acc[i], bytes);
+  }
 }
 
-uint64_t copy_checksum(uint8_t* to, const uint8_t* from, size_t bytes, bool stream) {
+template <bool kStream>
+void copy_long(uint64_t* sums, uint8_t* const* to, const uint8_t* const* from, size_t count, size_t bytes) {
+  Copy<kStream> copies[kSideBySide];
+  for (size_t i = 0; i < count; ++i) copies[i] = {to[i] - from[i]};
+  if (count == kSideBySide) return sum_long<kSideBySide>(sums, from, bytes, copies);
+  for (size_t i = 0; i < count; ++i) sum_long<1>(sums + i, from + i, bytes, copies + i);
+}
+
+}  // namespace
+
+void checksum(uint64_t* sums, const uint8_t* const* pages, size_t count, size_t bytes) {
+  const OnlySum nothing[kSideBySide];
+  if (bytes > kShort && count == kSideBySide) return sum_long<kSideBySide>(sums, pages, bytes, nothing);
+  for (size_t i = 0; i < count; ++i)
+    bytes > kShort ? sum_long<1>(sums + i, pages + i, bytes, nothing) : void(sums[i] = xxh3_64(pages[i], bytes, 0));
+}
+
+void copy_checksum(uint64_t* sums, uint8_t* const* to, const uint8_t* const* from, size_t count, size_t bytes,
+                   bool stream) {
   if (bytes <= kShort) {
-    memcpy(to, from, bytes);
-    return xxh3_64(to, bytes, 0);
+    for (size_t i = 0; i < count; ++i) {
+      memcpy(to[i], from[i], bytes);
+      sums[i] = xxh3_64(to[i], bytes, 0);
+    }
+    return;
   }
-  if (!stream || reinterpret_cast<uintptr_t>(to) % kStripe != 0) return sum_long(from, bytes, Copy<false>{to - from});
-  uint64_t sum = sum_long(from, bytes, Copy<true>{to - from});
+  for (size_t i = 0; i < count; ++i) stream = stream && reinterpret_cast<uintptr_t>(to[i]) % kStripe == 0;
+  if (!stream) return copy_long<false>(sums, to, from, count, bytes);
+  copy_long<true>(sums, to, from, count, bytes);
   order_streaming_stores();
-  return sum;
 }
 
 KVM_END

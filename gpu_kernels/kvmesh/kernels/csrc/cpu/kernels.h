@@ -25,7 +25,8 @@ void linear_q4_1(const LinearArgs& a, int64_t panel_begin, int64_t panel_end);
 void linear_q8_0(const LinearArgs& a, int64_t panel_begin, int64_t panel_end);
 
 void stream_copy(uint8_t* to, const uint8_t* from, size_t bytes);
-uint64_t checksum(const uint8_t* data, size_t bytes);
-uint64_t copy_checksum(uint8_t* to, const uint8_t* from, size_t bytes, bool stream);
+void checksum(uint64_t* sums, const uint8_t* const* pages, size_t count, size_t bytes);
+void copy_checksum(uint64_t* sums, uint8_t* const* to, const uint8_t* const* from, size_t count, size_t bytes,
+                   bool stream);
 
 KVM_END

@@ -75,6 +75,8 @@ struct LinearArgs {
   int64_t out_stride, x_stride, tokens, rows, columns;
 };
 
+constexpr size_t kSideBySide = 4;  // pages of one checksum task
+
 struct LevelTable {
   const char* name;
   void (*rms_norm)(const NormArgs&, int32_t dtype, int64_t begin, int64_t end);
@@ -92,8 +94,11 @@ struct LevelTable {
   void (*linear_q4_1)(const LinearArgs&, int64_t panel_begin, int64_t panel_end);
   void (*linear_q8_0)(const LinearArgs&, int64_t panel_begin, int64_t panel_end);
   void (*stream_copy)(uint8_t* to, const uint8_t* from, size_t bytes);
-  uint64_t (*checksum)(const uint8_t* data, size_t bytes);  // XXH3-64, seed 0
-  uint64_t (*copy_checksum)(uint8_t* to, const uint8_t* from, size_t bytes, bool stream);  // stream: past the caches
+  // XXH3-64 (seed 0) of up to kSideBySide pages of `bytes` each, alone or while they are copied, past the caches with
+  // `stream`. A full number is fastest.
+  void (*checksum)(uint64_t* sums, const uint8_t* const* pages, size_t count, size_t bytes);
+  void (*copy_checksum)(uint64_t* sums, uint8_t* const* to, const uint8_t* const* from, size_t count, size_t bytes,
+                        bool stream);
 };
 
 // The level in use: the best one of this CPU, unless choose_level took another.

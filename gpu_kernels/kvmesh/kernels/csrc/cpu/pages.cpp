@@ -32,11 +32,24 @@ void move_pages(int64_t count, int64_t page_bytes, Source source, Destination de
   parallel_for(count * pieces_per_page, piece);
 }
 
+// Runs task(first, pages) over all pages, kSideBySide of them at a time where that leaves every thread its share.
+template <class Task>
+void in_groups(int64_t count, int64_t page_bytes, Task task) {
+  int64_t side = count >= 2 * int64_t(kSideBySide) * thread_count() ? int64_t(kSideBySide) : 1;
+  if (count * page_bytes < kParallelBytes) side = int64_t(kSideBySide);
+  auto group = [&](int64_t number) {
+    int64_t first = number * side;
+    task(first, size_t(count - first < side ? count - first : side));
+  };
+  int64_t groups = (count + side - 1) / side;
+  if (count * page_bytes >= kParallelBytes) return parallel_for(groups, group);
+  for (int64_t number = 0; number < groups; ++number) group(number);
+}
+
 }  // namespace
 }  // namespace kvmesh
 
 using kvmesh::move_pages;
-using kvmesh::parallel_for;
 
 int kvmesh_cpu_gather_pages(uint8_t* destination, const uint8_t* base, const int32_t* ids, int64_t count,
                                        int64_t page_bytes, int64_t stride_bytes) {
@@ -72,14 +85,15 @@ int kvmesh_cpu_copy_pages_checksummed(uint64_t* sums, uint8_t* to_base, const in
   auto copy = kvmesh::level().copy_checksum;
   // Few pages are read again while they are in the caches, many are not.
   bool many = count * page_bytes >= kvmesh::kParallelBytes;
-  auto page = [=](int64_t i) {
-    sums[i] = copy(to_base + to_ids[i] * page_bytes, from_base + from_ids[i] * page_bytes, size_t(page_bytes), many);
-  };
-  if (!many) {
-    for (int64_t i = 0; i < count; ++i) page(i);
-  } else {
-    parallel_for(count, page);
-  }
+  kvmesh::in_groups(count, page_bytes, [=](int64_t first, size_t pages) {
+    uint8_t* to[kvmesh::kSideBySide];
+    const uint8_t* from[kvmesh::kSideBySide];
+    for (size_t i = 0; i < pages; ++i) {
+      to[i] = to_base + to_ids[first + int64_t(i)] * page_bytes;
+      from[i] = from_base + from_ids[first + int64_t(i)] * page_bytes;
+    }
+    copy(sums + first, to, from, pages, size_t(page_bytes), many);
+  });
   return KVMESH_OK;
 }
 
@@ -87,11 +101,10 @@ int kvmesh_cpu_checksum_pages(uint64_t* sums, const uint8_t* base, const int32_t
                                          int64_t page_bytes, int64_t stride_bytes) {
   if (count < 0 || page_bytes <= 0) return KVMESH_BAD_SHAPE;
   auto checksum = kvmesh::level().checksum;
-  auto page = [=](int64_t i) { sums[i] = checksum(base + ids[i] * stride_bytes, size_t(page_bytes)); };
-  if (count * page_bytes < kvmesh::kParallelBytes) {
-    for (int64_t i = 0; i < count; ++i) page(i);
-  } else {
-    parallel_for(count, page);
-  }
+  kvmesh::in_groups(count, page_bytes, [=](int64_t first, size_t pages) {
+    const uint8_t* from[kvmesh::kSideBySide];
+    for (size_t i = 0; i < pages; ++i) from[i] = base + ids[first + int64_t(i)] * stride_bytes;
+    checksum(sums + first, from, pages, size_t(page_bytes));
+  });
   return KVMESH_OK;
 }
