@@ -1,0 +1,181 @@
+"""A cold tier that loses what it holds, refuses what it is given, or outlives its engine: never a wrong token."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from cache_modes import Mode, check_evidence
+from cache_workload import check_answers, serve
+
+from kvmesh.cache.storage.disk import FILE_PREFIX, PageFile
+from kvmesh.config import CacheTransceiverConfig, KvCacheConfig, WorkerSettings
+from kvmesh.engine.build import EngineBuildError
+from kvmesh.engine.client import EngineClient
+
+Make = Callable[..., Any]
+pytestmark = pytest.mark.slow
+
+DISK = Mode(("to_disk",), ("starved",), disk=2.0)
+HOST_AND_DISK = Mode(("to_host", "to_disk"), ("starved",), host=0.5, disk=2.0)
+
+
+def scribble(path: Path) -> None:
+    """Flip bits in every page, in place."""
+    content = path.read_bytes()
+    with path.open("r+b") as file:
+        file.write(bytes(byte ^ 0x10 if place % 64 == 5 else byte for place, byte in enumerate(content)))
+
+
+def empty(path: Path) -> None:
+    """Cut everything off."""
+    os.truncate(path, 0)
+
+
+def cut(path: Path) -> None:
+    """Cut off the second half, inside a page."""
+    os.truncate(path, path.stat().st_size // 2 + 1)
+
+
+HARMS = {"scribble": scribble, "empty": empty, "cut": cut, "delete": Path.unlink}
+
+
+def disabled(logs: list[Any]) -> list[Any]:
+    """What the log says of tiers that were turned off."""
+    return [entry for entry in logs if "tier disabled" in entry["event"]]
+
+
+@pytest.mark.parametrize("mode", [DISK, HOST_AND_DISK], ids=["disk", "host-disk"])
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_files_harmed_between_rounds(
+    family: str, harm: str, mode: Mode, reference: Make, watched: Make, disk: Path
+) -> None:
+    """Every page that the tree thinks is on disk is bad when the same prompts come again."""
+    expected = reference(family)
+    engine = watched(family, mode, expected)
+    [(asks, answers), (second, second_answers)] = expected.rounds
+    check_answers(serve(engine, "before", asks), answers, asks)
+    files = list(disk.iterdir())
+    assert len(files) == len(engine.manager.layout.pools)
+    assert all(file.stat().st_size for file in files)
+    for file in files:
+        HARMS[harm](file)
+    before = engine.evidence()
+    with structlog.testing.capture_logs() as logs:
+        check_answers(serve(engine, "after", second), second_answers, second)
+        check_answers(serve(engine, "again", asks), answers, asks)
+    evidence = engine.evidence()
+    engine.close()
+    check_evidence(evidence, mode)
+    # A deleted file is noticed when the next page should go there; all that was in it is dropped at once.
+    count = "dropped_pages" if harm == "delete" else "damaged_pages"
+    assert evidence[count] > before[count]
+    assert len(disabled(logs)) == (harm == "delete")
+
+
+@pytest.mark.parametrize("harm", ["scribble", "empty"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_files_harmed_while_requests_run(family: str, harm: str, reference: Make, watched: Make, disk: Path) -> None:
+    """Suspended requests find their own pages gone, and start anew."""
+    expected = reference(family)
+    engine = watched(family, DISK, expected)
+    asks, answers = expected.rounds[0]
+
+    def harm_all(step: int) -> None:
+        if step % 3 == 0:
+            for file in disk.iterdir():
+                HARMS[harm](file)
+
+    check_answers(serve(engine, "run", asks, each_step=harm_all), answers, asks)
+    evidence = engine.evidence()
+    engine.close()
+    check_evidence(evidence, DISK)
+    assert evidence["damaged_pages"] > 0
+    assert evidence["lost"] > 0
+
+
+@pytest.mark.parametrize("mode", [DISK, HOST_AND_DISK], ids=["disk", "host-disk"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_disk_that_becomes_full(
+    family: str, mode: Mode, reference: Make, watched: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tier is disabled, once and with its reason, while requests run; they and later ones are served."""
+    expected = reference(family)
+    engine = watched(family, mode, expected)
+    store, written = PageFile.store, 0
+
+    def limited(file: PageFile, slots: Any, *rest: Any) -> None:
+        nonlocal written
+        written += len(slots)
+        if written > 60:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        store(file, slots, *rest)
+
+    monkeypatch.setattr(PageFile, "store", limited)
+    with structlog.testing.capture_logs() as logs:
+        for number, (asks, answers) in enumerate(expected.rounds):
+            check_answers(serve(engine, f"round{number}", asks), answers, asks)
+    [entry] = disabled(logs)
+    assert (entry["log_level"], entry["level"]) == ("error", len(engine.manager.tiers) - 1)
+    assert "No space left on device" in entry["reason"]
+    assert engine.manager.can_suspend == bool(mode.host)
+    evidence = engine.evidence()
+    engine.close()
+    check_evidence(evidence, mode)
+    assert evidence["damaged_pages"] == 0
+
+
+def test_a_disk_that_takes_nothing_at_start(reference: Make, watched: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that cannot have its files says so and does not start."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    expected = reference("llama")
+    monkeypatch.setattr("kvmesh.cache.storage.disk.fcntl.flock", refuse)
+    with pytest.raises(EngineBuildError, match="Read-only file system"):
+        watched("llama", DISK, expected)
+
+
+async def test_a_killed_engine_leaves_files_that_the_next_one_sweeps(models: dict[str, Path], disk: Path) -> None:
+    """A start in the same directory removes what SIGKILL left, but not a running engine's; a clean stop leaves none."""
+    settings = WorkerSettings(
+        model=str(models["llama"]),
+        device="cpu",
+        num_threads=1,
+        log_level="warning",
+        max_batch_size=1,
+        kv_cache_config=KvCacheConfig(
+            tokens_per_block=4,
+            max_tokens=140,
+            host_cache_size=0,
+            disk_cache_size=1 << 20,
+            disk_cache_path=str(disk),
+        ),
+        cache_transceiver_config=CacheTransceiverConfig(),
+    )
+    own = disk / "not-ours"
+    own.write_bytes(b"x")
+
+    def files(pattern: str = f"{FILE_PREFIX}*") -> list[Path]:
+        return sorted(disk.glob(pattern))
+
+    async with EngineClient.launch(settings) as client:
+        [first] = files()
+        os.kill(client.ready.pid, signal.SIGKILL)
+        await client.wait_dead()
+    assert files() == [first]
+    async with EngineClient.launch(settings) as client:
+        [second] = files()
+        assert second != first
+        async with EngineClient.launch(settings):
+            assert len(files()) == 2, "a running engine's file stays"
+        assert files() == [second]
+    assert files("*") == [own]
