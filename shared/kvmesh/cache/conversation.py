@@ -37,6 +37,18 @@ class Conversations:
         self._store = store
         self._max_num_turns = max_num_turns
         self._turns: OrderedDict[str, deque[_Turn]] = OrderedDict()
+        self._active: set[str] = set()
+
+    def begin(self, conversation_id: str) -> bool:
+        """A request begins; False if another one of this conversation is open, so that it does not count as a turn."""
+        if conversation_id in self._active:
+            return False
+        self._active.add(conversation_id)
+        return True
+
+    def finish(self, conversation_id: str) -> None:
+        """The request for which :meth:`begin` was true is closed."""
+        self._active.remove(conversation_id)
 
     def end_turn(self, conversation_id: str, keys: list[bytes], length: int) -> None:
         """A turn of ``length`` committed tokens is over, its blocks still in use or not.

@@ -32,10 +32,13 @@ from kvmesh.cache.store import NO_MATCH, BlockMatch, BlockStore
 from kvmesh.cache.windows import blocks_needed
 from kvmesh.hashing import ReuseScope, TokenIds, v2_block_keys, v2_root
 from kvmesh.protocol.retention import RetentionConfig
+from kvmesh.telemetry import get_logger
 
 __all__ = ["CacheSettings", "KvCache", "KvCacheManager", "MatchInfo"]
 
 _HOST_LEVEL = 1
+
+_log = get_logger("cache.manager")
 
 
 class KvCacheManager:
@@ -140,7 +143,8 @@ class KvCacheManager:
             request_id: for messages.
             block_keys: from :meth:`block_keys` of the same scope and tokens.
             retention: priorities of its blocks, validated.
-            conversation_id: for the ``per_conversation`` policy; ignored under the others.
+            conversation_id: for the ``per_conversation`` policy; ignored under the others, and with a warning while
+                another sequence of the conversation is open.
             reuse: False: neither look for cached blocks nor leave any.
             prompt_length: how many of ``token_ids`` are the prompt; None: all.
             reuse_limit: take at most so many leading tokens from the cache; None: as many as there are.
@@ -170,7 +174,7 @@ class KvCacheManager:
             storing=settings.enable_block_reuse and reuse,
             boundaries=self._boundaries(points, fork),
             snapshot_points=points,
-            conversation_id=conversation_id if settings.policy == "per_conversation" else None,
+            conversation_id=self._conversation_of(conversation_id, request_id),
         )
         self._sequences.add(sequence)
         self._count_creation(sequence, len(token_ids))
@@ -243,6 +247,8 @@ class KvCacheManager:
     def forget(self, sequence: KvCache) -> None:
         """A sequence was closed; :meth:`KvCache.close` calls this."""
         self._sequences.discard(sequence)
+        if sequence.conversation_id is not None:
+            self._conversations.finish(sequence.conversation_id)
         if self.tuner is not None:
             self.tuner.on_close(sequence.mean_capacity**2, sequence.mean_history**2)
 
@@ -344,6 +350,14 @@ class KvCacheManager:
     @property
     def _pools(self) -> range:
         return range(len(self.layout.pools))
+
+    def _conversation_of(self, conversation_id: str | None, request_id: str) -> str | None:
+        if conversation_id is None or self.settings.policy != "per_conversation":
+            return None
+        if self._conversations.begin(conversation_id):
+            return conversation_id
+        _log.warning("a turn of this conversation is running; this request is not one", request=request_id)
+        return None
 
     def _unavailable(self, pool: int) -> int:
         counts = self.store.tables[pool].counts()

@@ -249,6 +249,7 @@ class KvCache:
         self._history = history
         for blocks, part, pages in zip(self._groups, scratch, new, strict=True):
             blocks.extend(wanted, history, part, pages)
+            self._store.counters.allocated_pages -= len(blocks.scratch_pages)  # Slots for a step are no pages.
         self._num_blocks, self._capacity = wanted, capacity
         self._sample()
         return True
