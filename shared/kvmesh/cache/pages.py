@@ -263,10 +263,6 @@ class PageTable:
         self.node[pages] = nodes
         self.num_tokens[pages] = num_tokens
 
-    def settle(self, pages: Pages) -> None:
-        """Queue freshly placed and attached pages that nobody uses."""
-        self._retire(pages)
-
     def detach(self, pages: Pages) -> None:
         """The tree forgets ``pages``: those that nobody needs are freed, the others when their last user leaves."""
         self.node[pages] = NO_NODE
@@ -303,12 +299,6 @@ class PageTable:
     def is_queued(self, page: int) -> bool:
         """Whether ``page`` waits in the queue of its level."""
         return self._states.is_queued(page)
-
-    def spoil(self, pages: Pages) -> None:
-        """The bytes of ``pages`` (in no queue, detached) are lost: free the unused ones, mark the others."""
-        unused = self._uses[pages] == 0
-        self._free(pages[unused & (self.slot[pages] != NO_PAGE)])
-        self.damaged.update(pages[~unused].tolist())
 
     def any_damaged(self, pages: Pages) -> bool:
         """Whether the bytes of one of ``pages`` are lost."""
@@ -397,16 +387,6 @@ class PageTable:
             self._start_durations(pages[(self._uses[pages] == 0) & (self.node[pages] != NO_NODE)])
         if count:
             self._free(freed[:count])
-
-    def _retire(self, pages: Pages) -> None:
-        """Pages that nobody uses: queue what the tree knows, free the rest."""
-        known = self.node[pages] != NO_NODE
-        kept, gone = pages[known], pages[~known]
-        self._states.discard(gone)
-        self._free(gone)
-        if self._durations:
-            self._start_durations(kept)
-        self._states.push(kept, False)
 
     def _start_durations(self, pages: Pages) -> None:
         for page in self._durations.keys() & set(pages.tolist()):

@@ -20,16 +20,14 @@ from kvmesh.cache.pages import DEVICE_LEVEL, NO_PAGE, Pages
 from kvmesh.cache.priorities import PagePriorities
 from kvmesh.cache.states import StateBlocks
 from kvmesh.cache.store import BlockMatch
+from kvmesh.cache.token_chain import TokenChain
 from kvmesh.cache.windows import BlockRange, scratch_range
-from kvmesh.hashing import ReuseScope, TokenIds, v2_block_keys, v2_partial_key, v2_root
+from kvmesh.hashing import ReuseScope, TokenIds, v2_partial_key
 
 if TYPE_CHECKING:
     from kvmesh.cache.manager import KvCacheManager
 
 __all__ = ["KvCache", "SequenceState"]
-
-_TOKEN_SLACK = 256
-"""Room for generated tokens in the first token buffer."""
 
 _NO_RANGE = BlockRange(0, 0)
 
@@ -84,11 +82,7 @@ class KvCache:
         """Off: commits are accepted, but nothing becomes reusable any more."""
         self._stopped = False
         self._prompt_length = prompt_length
-        self._num_given = len(token_ids)
-        self._tokens: TokenIds = np.empty(len(token_ids) + _TOKEN_SLACK, dtype=np.int32)
-        self._tokens[: len(token_ids)] = token_ids
-        self._keys = block_keys.copy()
-        """Keys of the leading full blocks of the token buffer, as far as they are known."""
+        self._chain = TokenChain(scope, token_ids, block_keys, self._block_tokens)
         self._tail_keys: list[bytes] = []
         """Key of the trailing partial block, once it is committed."""
 
@@ -275,7 +269,7 @@ class KvCache:
             raise ValueError(f"{self.request_id}: {end} tokens committed with a capacity of {self._capacity}")
         if self._any_quarantined(self._num_stored):
             raise CacheStateError(f"{self.request_id}: commit of quarantined pages")
-        self._write_tokens(token_ids)
+        self._chain.write(self._committed, token_ids)
         self._committed = end
         if end in self._snapshot_points and self._may_still_store():
             self._take_snapshots()
@@ -309,7 +303,7 @@ class KvCache:
             return
         self.stop_committing()
         if self.conversation_id is not None and self._committed >= self._prompt_length:
-            keys = self._keys[: self._num_stored] + self._tail_keys
+            keys = self._chain.keys(0, self._num_stored) + self._tail_keys
             self._manager.end_turn(self.conversation_id, keys, self._committed)
         for blocks in self._groups:
             blocks.give_back(locked=self._state is SequenceState.ACTIVE)
@@ -512,19 +506,6 @@ class KvCache:
             table.unhold(source)
         self._copy_sources = [source[:0] for source in self._copy_sources]
 
-    def _write_tokens(self, token_ids: TokenIds) -> None:
-        begin = self._committed
-        end = begin + len(token_ids)
-        if end <= self._num_given and np.array_equal(self._tokens[begin:end], token_ids):
-            return
-        if end > len(self._tokens):
-            grown = np.empty(2 * end, dtype=np.int32)
-            grown[:begin] = self._tokens[:begin]
-            self._tokens = grown
-        self._tokens[begin:end] = token_ids
-        # Keys of these blocks may have been computed from other tokens.
-        del self._keys[begin // self._block_tokens :]
-
     def _take_snapshots(self) -> None:
         """Copy the state as it is after the committed tokens; without room for the copy there is none."""
         block = (self._committed - 1) // self._block_tokens
@@ -548,15 +529,14 @@ class KvCache:
         first, last = self._num_stored, self._committed // self._block_tokens
         if last <= first:
             return
-        self._know_keys(last)
         for blocks in self._groups:
             blocks.forget_damaged()
-        tokens = self._tokens[first * self._block_tokens : last * self._block_tokens]
+        keys = self._chain.keys(first, last)
         stored = self._store.commits.full(
             self.scope,
-            self._parent_key(first),
-            self._keys[first:last],
-            tokens.reshape(-1, self._block_tokens),
+            self._chain.parent_key(first),
+            keys,
+            self._chain.blocks(first, last),
             [blocks.between(first, last) for blocks in self._groups],
         )
         self._storing = stored is not None
@@ -569,15 +549,6 @@ class KvCache:
         if rest and self._num_stored == full < self._num_blocks and not self._any_quarantined(full):
             begin = full * self._block_tokens
             pages = [blocks.between(full, full + 1) for blocks in self._groups]
-            tokens = self._tokens[begin : begin + rest]
-            if self._store.commits.partial(self.scope, self._parent_key(full), tokens, pages):
-                self._tail_keys = [v2_partial_key(tokens, self._parent_key(full))]
-
-    def _know_keys(self, blocks: int) -> None:
-        known = len(self._keys)
-        if known < blocks:
-            tokens = self._tokens[known * self._block_tokens : blocks * self._block_tokens]
-            self._keys += v2_block_keys(tokens, self._block_tokens, self._parent_key(known))
-
-    def _parent_key(self, block: int) -> bytes:
-        return self._keys[block - 1] if block else v2_root(self.scope)
+            tokens, parent_key = self._chain.tokens(begin, begin + rest), self._chain.parent_key(full)
+            if self._store.commits.partial(self.scope, parent_key, tokens, pages):
+                self._tail_keys = [v2_partial_key(tokens, parent_key)]

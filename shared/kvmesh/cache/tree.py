@@ -102,10 +102,6 @@ class BlockTree:
         """Nodes of the longest leading run of ``keys`` that is in the tree."""
         return self.index.walk(keys)
 
-    def contains(self, node: int) -> bool:
-        """Whether ``node`` is a block or a root of the tree now."""
-        return self._num_tokens.items[node] != _FREE
-
     def is_root(self, node: int) -> bool:
         """Whether ``node`` is the root of a scope."""
         return self._num_tokens.items[node] == 0
