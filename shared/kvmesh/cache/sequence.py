@@ -10,15 +10,12 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvmesh.cache.base import Scratch
-from kvmesh.cache.blocks import GroupBlocks
 from kvmesh.cache.errors import CacheStateError
+from kvmesh.cache.holdings import Holdings
 from kvmesh.cache.lease import PageLease
-from kvmesh.cache.pages import DEVICE_LEVEL, NO_PAGE, Pages
+from kvmesh.cache.pages import Pages
 from kvmesh.cache.priorities import PagePriorities
-from kvmesh.cache.states import StateBlocks
 from kvmesh.cache.store import BlockMatch
 from kvmesh.cache.token_chain import TokenChain
 from kvmesh.cache.windows import BlockRange, scratch_range
@@ -77,7 +74,6 @@ class KvCache:
         self._snapshot_points = frozenset(snapshot_points)
         self._state = SequenceState.SUSPENDED
         self._ever_resumed = False
-        self._lost = False
         self._storing = storing
         """Off: commits are accepted, but nothing becomes reusable any more."""
         self._stopped = False
@@ -90,18 +86,7 @@ class KvCache:
         self.num_cached_tokens = self._num_blocks * self._block_tokens + match.partial_tokens
         self._capacity = self._history = self._committed = self.num_cached_tokens
         self._num_samples = self._capacity_sum = self._history_sum = 0
-        self._groups: list[GroupBlocks | StateBlocks] = [
-            StateBlocks(table)
-            if group.kind == "state"
-            else GroupBlocks(table, group, self._block_tokens, pages, self.num_cached_tokens)
-            for table, group, pages in zip(
-                self._store.group_tables, manager.layout.groups, self._store.pages_of(match.nodes), strict=True
-            )
-        ]
-        self._copy_sources = self._store.copy_sources(match)
-        """By layer group, what the first resume copies into a private page: a partial block, a state's snapshot."""
-        for table, source in zip(self._store.group_tables, self._copy_sources, strict=True):
-            table.hold(source)
+        self._pages = Holdings(self._store, match, self.num_cached_tokens)
 
     @property
     def state(self) -> SequenceState:
@@ -110,12 +95,12 @@ class KvCache:
 
     def matched_pages(self) -> list[tuple[Pages, Pages]]:
         """By layer group, pages found for the prompt: whole blocks, and the one to be copied from. Before a resume."""
-        return [(blocks.active(), tail) for blocks, tail in zip(self._groups, self._copy_sources, strict=True)]
+        return self._pages.matched()
 
     @property
     def lost(self) -> bool:
         """A page that it needs was damaged in a cold tier: it can only be closed; a new one finds what is left."""
-        return self._lost
+        return self._pages.lost
 
     @property
     def capacity(self) -> int:
@@ -163,14 +148,11 @@ class KvCache:
             CacheStateError: the sequence is not suspended.
         """
         self._require(SequenceState.SUSPENDED, "resume")
-        if self._lost or self._manager.utilisation > self._manager.settings.max_util_for_resume:
+        if self._pages.lost or self._manager.utilisation > self._manager.settings.max_util_for_resume:
             return False
-        pages = [blocks.active() for blocks in self._groups]
-        for blocks, active in zip(self._groups, pages, strict=True):
-            blocks.table.promote(active)
-        if not self._bring_to_device(pages) or not self._make_private():
-            for blocks, active in zip(self._groups, pages, strict=True):
-                blocks.table.demote(active)
+        promoted = self._pages.promote()
+        if not self._pages.bring_to_device() or not self._make_private():
+            self._pages.demote(promoted)
             return False
         self._state = SequenceState.ACTIVE
         self._store.counters.resumed += self._ever_resumed
@@ -184,12 +166,11 @@ class KvCache:
             CacheStateError: the sequence is not active.
         """
         self._require(SequenceState.ACTIVE, "suspend")
-        if self._history < self._capacity and any(len(blocks.scratch_pages) for blocks in self._groups):
+        if self._history < self._capacity and self._pages.any_scratch:
             # The step was not computed: the blocks in scratch slots would come back without a page.
             self._give_up_step()
-        for blocks in self._groups:
-            blocks.free_scratch()
-            blocks.table.demote(blocks.active())
+        self._pages.free_scratch()
+        self._pages.demote(self._pages.active())
         self._state = SequenceState.SUSPENDED
         self._store.counters.suspended += 1
 
@@ -218,32 +199,29 @@ class KvCache:
             raise ValueError(
                 f"{self.request_id}: history {history} and capacity {capacity} must not be below {self._history}"
             )
-        if history < self._capacity and any(len(blocks.scratch_pages) for blocks in self._groups):
+        if history < self._capacity and self._pages.any_scratch:
             raise ValueError(
                 f"{self.request_id}: scratch slots hold blocks up to token {self._capacity}; history must reach it"
             )
         wanted = -(-capacity // self._block_tokens)
         if wanted <= self._num_blocks:
-            self._free_scratch()
+            self._pages.free_scratch()
             self._raise_history(history)
             if wanted < self._num_blocks:
-                for blocks in self._groups:
-                    blocks.truncate(wanted)
+                self._pages.truncate(wanted)
                 self._num_blocks = wanted
             self._capacity = capacity
             self._sample()
             return True
         scratch = self._scratch_ranges(history, capacity)
-        counts = [blocks.missing(wanted, history, part) for blocks, part in zip(self._groups, scratch, strict=True)]
+        counts = self._pages.missing(wanted, history, scratch)
         if not self._store.all_whole and not self._let_go_for(counts, history):
             return False
         new = self._allocate(wanted, counts)
         if new is None:  # Without windows; with them, a tier failed while making room.
             return False
         self._history = history
-        for blocks, part, pages in zip(self._groups, scratch, new, strict=True):
-            blocks.extend(wanted, history, part, pages)
-            self._store.counters.allocated_pages -= len(blocks.scratch_pages)  # Slots for a step are no pages.
+        self._pages.extend(wanted, history, scratch, new)
         self._num_blocks, self._capacity = wanted, capacity
         self._sample()
         return True
@@ -267,7 +245,7 @@ class KvCache:
         end = self._committed + len(token_ids)
         if end > self._capacity:
             raise ValueError(f"{self.request_id}: {end} tokens committed with a capacity of {self._capacity}")
-        if self._any_quarantined(self._num_stored):
+        if self._pages.any_quarantined(self._num_stored):
             raise CacheStateError(f"{self.request_id}: commit of quarantined pages")
         self._chain.write(self._committed, token_ids)
         self._committed = end
@@ -288,10 +266,9 @@ class KvCache:
         if self._stopped:
             return
         self._stopped = True
-        if self._may_store() and not self._lost:
+        if self._may_store() and not self._pages.lost:
             self._store_partial_block()
-        for blocks in self._groups:
-            blocks.release_retained(self._num_blocks)
+        self._pages.release_retained(self._num_blocks)
 
     def close(self) -> None:
         """Commit the trailing partial block and give every page back, last block first. Closing twice is harmless.
@@ -305,9 +282,7 @@ class KvCache:
         if self.conversation_id is not None and self._committed >= self._prompt_length:
             keys = self._chain.keys(0, self._num_stored) + self._tail_keys
             self._manager.end_turn(self.conversation_id, keys, self._committed)
-        for blocks in self._groups:
-            blocks.give_back(locked=self._state is SequenceState.ACTIVE)
-        self._drop_copy_sources()
+        self._pages.give_back(locked=self._state is SequenceState.ACTIVE)
         self._num_blocks = 0
         self._state = SequenceState.CLOSED
         self._manager.forget(self)
@@ -324,10 +299,9 @@ class KvCache:
         blocks = -(-num_tokens // self._block_tokens)
         if num_tokens < 0 or blocks > self._num_blocks:
             raise ValueError(f"{self.request_id}: no pages for {num_tokens} tokens, only {self._num_blocks} blocks")
-        pages = [group.readable()[:blocks].copy() for group in self._groups]
-        for group, own in zip(self._groups, pages, strict=True):
-            if (group.table.level[own[own != NO_PAGE]] != DEVICE_LEVEL).any():
-                raise CacheStateError(f"{self.request_id}: hold of pages that are not on the device; resume it first")
+        pages = self._pages.readable(blocks)
+        if pages is None:
+            raise CacheStateError(f"{self.request_id}: hold of pages that are not on the device; resume it first")
         return self._manager.lease(num_tokens, pages)
 
     def page_ids(self, group: int) -> Pages:
@@ -336,8 +310,7 @@ class KvCache:
         -1 where the window has passed, or where a scratch slot is used. Valid until the next commit, resize or suspend:
         committing may exchange a page for an identical shared one.
         """
-        blocks = self._groups[group]
-        return blocks.table.slots(blocks.readable())
+        return self._pages.slots(group)
 
     def block_table_into(self, group: int, row: Pages) -> int:
         """Write :meth:`page_ids` to the start of ``row`` (int32) and return their number; the rest is not touched."""
@@ -346,52 +319,15 @@ class KvCache:
 
     def scratch(self, group: int) -> Scratch | None:
         """The blocks of ``group`` that use scratch slots until the next resize, None when there are none."""
-        blocks = self._groups[group]
-        begin, end = blocks.scratch_range
-        if begin == end:
-            return None
-        return Scratch(begin, end, blocks.table.slots(blocks.scratch_pages))
+        return self._pages.scratch(group)
 
     def used_pages(self, group: int) -> tuple[Pages, Pages]:
         """Bookkeeping numbers of what it uses in ``group`` (for checks): active pages, and those held anyway."""
-        blocks = self._groups[group]
-        held = np.concatenate((blocks.retained(), self._copy_sources[group]))
-        return np.concatenate((blocks.active(), blocks.scratch_pages)), held
+        return self._pages.used(group)
 
     def _require(self, state: SequenceState, action: str) -> None:
         if self._state is not state:
             raise CacheStateError(f"{self.request_id}: {action} on a sequence that is {self._state.value}")
-
-    def _any_quarantined(self, start: int) -> bool:
-        """Whether a peer may write into an active page of a block from ``start`` on, or into one to be committed."""
-        return any(
-            blocks.table.any_quarantined(pages)
-            for blocks in self._groups
-            for pages in (blocks.active(start), blocks.retained())
-        )
-
-    def _bring_to_device(self, pages: list[Pages]) -> bool:
-        """Move promoted pages that are on colder levels up; whether all are on the device."""
-        cold: list[list[Pages]] = [[] for _ in self._store.tables]
-        for group, own in zip(self._manager.layout.groups, pages, strict=True):
-            table = self._store.tables[group.pool]
-            if table.last_level:
-                if table.any_damaged(own):
-                    self._lost = True
-                    return False
-                cold[group.pool].append(own[table.level[own] != DEVICE_LEVEL])
-        needs = [sum(map(len, parts)) for parts in cold]
-        if not any(needs):
-            return True
-        if not self._store.can_allocate(needs):
-            return False
-        for pool, parts in enumerate(cold):
-            intact = self._store.placement.bring(pool, np.concatenate(parts), DEVICE_LEVEL) if needs[pool] else None
-            if intact is None and needs[pool]:
-                return False
-            if intact is not None and not intact.all():
-                self._lost = True
-        return not self._lost
 
     def _make_private(self) -> bool:
         """The first time: private pages for the partially matched block and for states; False without room for them."""
@@ -404,19 +340,8 @@ class KvCache:
         copies = self._allocate(self._num_blocks + partial, counts)
         if copies is None:
             return False
-        intact = True
-        for group, source, target in zip(self._manager.layout.groups, self._copy_sources, copies, strict=True):
-            if len(source):
-                intact &= self._store.placement.copy_to_device(group.pool, source, target)
-        if not intact:
-            for table, target in zip(self._store.group_tables, copies, strict=True):
-                table.unlock(target)
-            self._lost = True
+        if not self._pages.copy_into(copies):
             return False
-        self._drop_copy_sources()
-        for blocks, page in zip(self._groups, copies, strict=True):
-            if len(page):
-                blocks.append(page)
         self._num_blocks += partial
         return True
 
@@ -435,7 +360,7 @@ class KvCache:
 
     def _scratch_ranges(self, history: int, capacity: int) -> list[BlockRange]:
         if not self._manager.settings.enable_swa_scratch_reuse:
-            return [_NO_RANGE] * len(self._groups)
+            return [_NO_RANGE] * self._store.num_groups
         ranges = [
             # Not even a window of one token leaves a block behind that a decode has only begun.
             scratch_range(history, capacity, self._block_tokens, group.window and max(group.window, 2))
@@ -448,74 +373,41 @@ class KvCache:
         self._capacity_sum += self._capacity
         self._history_sum += self._history
 
-    def _freed_by(self, history: int, *, retaining: bool = True) -> list[int]:
-        """Pages by pool that become available when the history grows.
-
-        Args:
-            history: tokens.
-            retaining: whether blocks that wait to be committed are kept behind the window.
-        """
-        freed = [0] * len(self._store.tables)
-        storing = retaining and self._may_still_store()
-        for group, blocks in zip(self._manager.layout.groups, self._groups, strict=True):
-            freed[group.pool] += blocks.freed_by(history, self._num_stored, storing=storing)
-            freed[group.pool] += len(blocks.scratch_pages)
-        if not retaining:
-            released = self._store.by_pool([blocks.freed_by_releasing() for blocks in self._groups])
-            # Some of these count as available already, because they could move to a colder level.
-            freed = [own + self._store.placement.gained(pool, released[pool]) for pool, own in enumerate(freed)]
-        return freed
-
-    def _release_passed(self, history: int) -> None:
-        """Let go of blocks behind the windows that only wait to be committed: going on is worth more than reuse."""
-        for blocks in self._groups:
-            blocks.advance(history, self._num_stored, storing=False, locked=True)
-            blocks.release_retained(self._num_blocks)
-
     def _give_up_step(self) -> None:
         """Take back the pages of blocks that were to be computed; scratch slots are in use."""
         kept = -(-self._history // self._block_tokens)
-        for blocks in self._groups:
-            blocks.free_scratch()
-            blocks.truncate(kept)
+        self._pages.free_scratch()
+        self._pages.truncate(kept)
         self._num_blocks, self._capacity = kept, self._history
-
-    def _free_scratch(self) -> None:
-        for blocks in self._groups:
-            blocks.free_scratch()
 
     def _let_go_for(self, counts: list[int], history: int) -> bool:
         """Let go of what ``history`` leaves behind if ``counts`` pages can be had then; else False, and no change."""
         needs = self._store.by_pool(counts)
-        if not self._store.can_allocate(needs, self._freed_by(history)):
-            if not self._store.can_allocate(needs, self._freed_by(history, retaining=False)):
+        pages, stored = self._pages, self._num_stored
+        if not self._store.can_allocate(needs, pages.freed_by(history, stored, storing=self._may_still_store())):
+            if not self._store.can_allocate(needs, pages.freed_without_retaining(history, stored)):
                 return False
-            self._release_passed(history)
-        self._free_scratch()
+            # Going on is worth more than the reuse of what only waits to be committed.
+            pages.advance(history, stored, storing=False, locked=True)
+            pages.release_retained(self._num_blocks)
+        pages.free_scratch()
         self._raise_history(history)
         return True
 
     def _raise_history(self, history: int) -> None:
         self._history = history
-        storing = self._may_still_store()
-        for blocks in self._groups:
-            blocks.advance(history, self._num_stored, storing=storing, locked=self._state is SequenceState.ACTIVE)
-
-    def _drop_copy_sources(self) -> None:
-        for table, source in zip(self._store.group_tables, self._copy_sources, strict=True):
-            table.unhold(source)
-        self._copy_sources = [source[:0] for source in self._copy_sources]
+        active = self._state is SequenceState.ACTIVE
+        self._pages.advance(history, self._num_stored, storing=self._may_still_store(), locked=active)
 
     def _take_snapshots(self) -> None:
         """Copy the state as it is after the committed tokens; without room for the copy there is none."""
         block = (self._committed - 1) // self._block_tokens
-        for group, blocks in zip(self._manager.layout.groups, self._groups, strict=True):
-            if isinstance(blocks, StateBlocks):
-                rule = self._priorities.of(group, block, block + 1)
-                tokens = self._committed - block * self._block_tokens
-                page = self._store.copy_to_fresh(group.group_id, blocks.live, tokens, rule.values)
-                if page is not None:
-                    blocks.add_snapshot(block, page)
+        tokens = self._committed - block * self._block_tokens
+        for group, blocks in self._pages.states():
+            rule = self._priorities.of(group, block, block + 1)
+            page = self._store.copy_to_fresh(group.group_id, blocks.live, tokens, rule.values)
+            if page is not None:
+                blocks.add_snapshot(block, page)
 
     def _may_still_store(self) -> bool:
         return self._storing and not self._stopped
@@ -529,26 +421,23 @@ class KvCache:
         first, last = self._num_stored, self._committed // self._block_tokens
         if last <= first:
             return
-        for blocks in self._groups:
-            blocks.forget_damaged()
+        self._pages.forget_damaged()
         keys = self._chain.keys(first, last)
         stored = self._store.commits.full(
             self.scope,
             self._chain.parent_key(first),
             keys,
             self._chain.blocks(first, last),
-            [blocks.between(first, last) for blocks in self._groups],
+            self._pages.between(first, last),
         )
         self._storing = stored is not None
         self._num_stored = first + (stored or 0)
-        for blocks in self._groups:
-            blocks.release_retained(self._num_stored if self._storing else self._num_blocks)
+        self._pages.release_retained(self._num_stored if self._storing else self._num_blocks)
 
     def _store_partial_block(self) -> None:
         full, rest = divmod(self._committed, self._block_tokens)
-        if rest and self._num_stored == full < self._num_blocks and not self._any_quarantined(full):
+        if rest and self._num_stored == full < self._num_blocks and not self._pages.any_quarantined(full):
             begin = full * self._block_tokens
-            pages = [blocks.between(full, full + 1) for blocks in self._groups]
             tokens, parent_key = self._chain.tokens(begin, begin + rest), self._chain.parent_key(full)
-            if self._store.commits.partial(self.scope, parent_key, tokens, pages):
+            if self._store.commits.partial(self.scope, parent_key, tokens, self._pages.between(full, full + 1)):
                 self._tail_keys = [v2_partial_key(tokens, parent_key)]
