@@ -140,7 +140,7 @@ class Placement:
         try:
             return bool(self._storage.move(pool, DEVICE_LEVEL, table.slot[source], level, table.slot[target])[0])
         except TierFailedError as failure:
-            self._disable(failure)
+            self.disable(failure)
             return False
 
     def _expel(self, pool: int, level: int, victims: Pages) -> Pages:
@@ -167,7 +167,7 @@ class Placement:
         try:
             intact = self._transfer(pool, pages, level, below)
         except TierFailedError as failure:
-            self._disable(failure)
+            self.disable(failure)
             needed = table.held_mask(pages)
             self._discard(pool, pages[~needed])
             return np.concatenate((stuck, pages[needed]))
@@ -233,7 +233,7 @@ class Placement:
         self._drop(pool, pages)
         table.damaged.update(page for page in pages.tolist() if table.slot[page] != NO_PAGE)
 
-    def _disable(self, failure: TierFailedError) -> None:
+    def disable(self, failure: TierFailedError) -> None:
         """A tier takes nothing any more: what only the tree keeps there goes, what somebody needs can still be read."""
         level = failure.level
         if not self.usable[level]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -191,3 +192,41 @@ def test_a_pool_with_pinned_pages_stays(make: Make) -> None:
     for lease, number in zip(leases, range(2, 6), strict=True):
         ForwardPass(manager).check(1, lease.page_ids(1), NO_SCOPE, [number] * 8)
         lease.release()
+
+
+def test_a_disk_that_fails_meanwhile_is_disabled(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defragmentation writes, too; what fails then costs the tier, not the engine."""
+    manager = make(tiers=("gpu", "disk"), moving_average_decay=0.01)
+    for number in range(1, 6):
+        started(manager, prompt(number, 8)).close()
+    held = [manager.create(NO_SCOPE, prompt(number, 9), "r") for number in range(1, 6)]
+    started(manager, prompt(7, 40)).close()
+    started(manager, prompt(7, 41)).close()
+    assert manager.store.tables[1].counts(1).held > 0
+    assert manager.tuner is not None
+    assert manager.tuner.target_pages()[1][1] < 12
+    for pool in manager.storage._cold[0]:
+        monkeypatch.setattr(pool, "store", refuse)
+        monkeypatch.setattr(pool, "resize", refuse)
+    assert manager.rebalance(1.0)
+    manager.check_integrity()
+    assert not manager.can_suspend
+    for cache in held:
+        cache.close()
+    started(manager, prompt(9, 40)).close()
+
+
+def test_a_level_that_cannot_grow_stays_smaller(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = make(tiers=("gpu", "host"), moving_average_decay=0.01)
+    started(manager, prompt(1, 40)).close()
+    started(manager, prompt(1, 41)).close()
+    for pool in manager.storage._cold[0]:
+        monkeypatch.setattr(pool, "resize", refuse)
+    assert manager.rebalance(1.0)
+    manager.check_integrity()
+    assert all(count <= 12 for count in sizes(manager, 1))
+    started(manager, prompt(9, 40)).close()
+
+
+def refuse(*_: object) -> None:
+    raise OSError(errno.EIO, "the disk is broken")
