@@ -139,7 +139,7 @@ class CacheMachine(RuleBasedStateMachine):
         threshold=st.sampled_from([30, 0, 36]),
         scratch=st.booleans(),
         special=st.sampled_from(["", "", "branch", "rewind", "no reuse"]),
-        rebalance=st.booleans(),
+        rebalance=st.sampled_from([True, True, False]),
         harmful=st.sampled_from([True, False, False]),
     )
     def build(
@@ -427,7 +427,9 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(
         number=NUMBER,
-        what=st.sampled_from(["resume", "resume", "suspend", "catch_up", "grow", "receive", "stop", "hold", "close"]),
+        what=st.sampled_from(
+            ["resume", "resume", "suspend", "catch_up", "grow", "receive", "stop", "hold", "hold", "close"]
+        ),
         amount=st.integers(0, 20),
     )
     def act(self, number: int, what: str, amount: int) -> None:
@@ -455,7 +457,7 @@ class CacheMachine(RuleBasedStateMachine):
                 self.finish(running, stop=amount % 2 > 0)
 
     @precondition(lambda self: self.held)
-    @rule(number=NUMBER, what=st.sampled_from(["quarantine", "write", "release", "release"]))
+    @rule(number=NUMBER, what=st.sampled_from(["quarantine", "quarantine", "write", "release"]))
     def lease(self, number: int, what: str) -> None:
         held = self.held[number % len(self.held)]
         if what == "quarantine":
