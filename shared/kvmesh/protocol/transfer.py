@@ -96,7 +96,8 @@ class RequestData(msgspec.Struct, tag=True, kw_only=True):
 class TransferResult(msgspec.Struct, tag=True, kw_only=True):
     """Sender to receiver. Pull planes answer ``ready`` with the source pages, push planes ``done`` once written.
 
-    ``checksums`` may follow either: the owner computes them while the receiver copies.
+    ``checksums`` may follow either: the owner computes them while the receiver copies. Those of a few pages come along
+    with ``ready``.
     """
 
     transfer_id: int
@@ -104,7 +105,7 @@ class TransferResult(msgspec.Struct, tag=True, kw_only=True):
     status: Literal["ready", "done", "checksums", "failed", "cancelled"]
     src_pages: list[bytes] = []
     checked: bool = False
-    """With ``ready`` and ``done``: a message with the checksums follows."""
+    """With ``ready`` and ``done``: the checksums are in this message, or in one that follows."""
     checksums: list[bytes] = []
     """Per layer group: uint64 per page."""
     access: bytes = b""

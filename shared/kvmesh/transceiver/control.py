@@ -1,38 +1,43 @@
-"""The control sockets: a ROUTER where peers ask us, a DEALER for each peer that we ask, and the thread they live on.
+"""The control connections: a listener where peers ask us, a connection to each peer that we ask, and their thread.
 
-Messages are msgpack of :data:`kvmesh.protocol.transfer.ControlMessage`. Sending never blocks: messages wait in bounded
-queues and are dropped (and counted) when a queue is full, which only happens to a peer that has stopped; every exchange
-has a deadline of its own above this level, and cancels are repeated until answered. The thread sleeps until a socket, a
-process or another thread has something for it.
+Messages are msgpack of :data:`kvmesh.protocol.transfer.ControlMessage`. Sending never blocks and takes no other thread
+(:mod:`kvmesh.transceiver.connection`): messages that cannot go wait in bounded queues and are dropped (and counted)
+when a queue is full, which only happens to a peer that has stopped; every exchange has a deadline of its own above this
+level, and cancels are repeated until answered. The thread sleeps until a socket, a process or another thread has
+something for it. A connection to a peer that we ask is made, and made again when it was lost, by a thread of its own.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import select
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol
 
 import msgspec
-import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from kvmesh.protocol.transfer import ControlMessage
 from kvmesh.telemetry import get_logger
+from kvmesh.transceiver.connection import Connection, FrameError, tune
 from kvmesh.transceiver.types import PeerKey
 
 __all__ = ["Control", "ControlHandler", "Route"]
 
-MAX_QUEUED_MESSAGES: Final = 10_000
+MAX_QUEUED_ACTIONS: Final = 10_000
 MAX_MESSAGE_BYTES: Final = 64 << 20
 """A request for a million pages fits well; bounds what a peer can make us allocate."""
-CLOSE_LINGER_MS: Final = 200
-RECONNECT_MS: Final = 100
-RECONNECT_MAX_MS: Final = 5_000
-
-_MONITORED_EVENTS: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+MAX_CONNECTIONS: Final = 4096
+GREETING: Final = b"KVC1"
+"""Begins the first message of a connection; the name of the peer that asks follows."""
+MAX_GREETING_BYTES: Final = 300
+LINGER_S: Final = 0.2
+CONNECT_TIMEOUT_S: Final = 5.0
+RECONNECT_S: Final = 0.1
+RECONNECT_MAX_S: Final = 5.0
 
 Route = bytes | str
 """Where a message goes: the identity of a peer that asks us (bytes), or the endpoint of a peer that we ask (str)."""
@@ -55,7 +60,7 @@ class ControlHandler(Protocol):
 
 
 class Control:
-    """See the module. :meth:`start` opens the sockets.
+    """See the module. :meth:`start` opens the listener.
 
     Args:
         name: of this engine; part of its identity towards peers.
@@ -68,12 +73,15 @@ class Control:
         self._bind_host = bind_host
         self._handler = handler
         self._lock = threading.Lock()
-        self._outbox: deque[Callable[[], None]] = deque()
+        self._actions: deque[Callable[[], None]] = deque()
         self._closing = False
-        self._dealers: dict[str, _Dealer] = {}
+        self._asking: dict[bytes, Connection] = {}
+        self._asked: dict[str, _Asked] = {}
         self._watched: dict[int, PeerKey] = {}
-        self._decoder = msgspec.msgpack.Decoder(ControlMessage)
+        self._sources: dict[int, Callable[[int], None]] = {}
+        self._accepted: set[_Asking] = set()
         self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ControlMessage)
         self._log = get_logger("transceiver.control")
         self.endpoint = ""
         self.dropped_total = 0
@@ -85,48 +93,49 @@ class Control:
         Raises:
             OSError: the address cannot be bound.
         """
-        self._context = zmq.Context(io_threads=1)
-        self._router = self._context.socket(zmq.ROUTER)
-        _configure(self._router)
-        # A peer that reconnects keeps its identity and takes the place of its former connection.
-        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        host = f"[{self._bind_host}]" if ":" in self._bind_host else self._bind_host
-        self._router.setsockopt(zmq.IPV6, ":" in self._bind_host)
+        family = socket.AF_INET6 if ":" in self._bind_host else socket.AF_INET
         try:
-            port = self._router.bind_to_random_port(f"tcp://{host}")
-        except zmq.ZMQError as error:
-            self._router.close(0)
-            self._context.term()
+            self._listener = socket.create_server((self._bind_host, 0), family=family, backlog=256)
+        except OSError as error:
             raise OSError(error.errno, f"cannot listen for transfers on {self._bind_host}: {error.strerror}") from error
-        self.endpoint = f"tcp://{host}:{port}"
+        self._listener.setblocking(False)
+        host = f"[{self._bind_host}]" if family == socket.AF_INET6 else self._bind_host
+        self.endpoint = f"tcp://{host}:{self._listener.getsockname()[1]}"
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._poller = zmq.Poller()
-        self._poller.register(self._router, zmq.POLLIN)
-        self._poller.register(self._wake, zmq.POLLIN)
+        self._poller = select.epoll()
+        self._watch_source(self._listener.fileno(), self._accept)
+        self._watch_source(self._wake, self._work_off)
         self._thread = threading.Thread(target=self._run, name="kvmesh-transfer-control", daemon=True)
         self._thread.start()
 
     def send(self, route: Route, message: ControlMessage) -> None:
         """Send without waiting, from any thread; dropped (and counted) when there is no connection to ``route``."""
-        data = self._encoder.encode(message)
-        if threading.current_thread() is self._thread and not self._outbox:
-            # An answer from a handler: nothing that was sent before waits, and a wake-up is saved.
-            self._send(route, data)
-            return
-        self._enqueue(lambda: self._send(route, data))
+        with self._lock:
+            connection = self._asking.get(route) if isinstance(route, bytes) else self._asked.get(route)
+        if connection is None or not connection.send(self._encoder.encode(message)):
+            # The peer is gone or has stopped reading; whoever waits for it has a deadline.
+            self._drop("a control message was not sent", route)
 
     def connect(self, endpoint: str) -> None:
         """Open the connection to a peer that we ask; it is kept, and re-established, until :meth:`disconnect`."""
-        self._enqueue(lambda: self._connect(endpoint))
+        with self._lock:
+            if self._closing or endpoint in self._asked:
+                return
+            asked = self._asked[endpoint] = _Asked(self._poller, endpoint, self._name)
+        self._dial(asked)
 
     def disconnect(self, endpoint: str) -> None:
         """Close the connection to a peer that we ask, after what is queued for it."""
-        self._enqueue(lambda: self._disconnect(endpoint))
+        with self._lock:
+            asked = self._asked.pop(endpoint, None)
+        if asked is not None:
+            asked.given_up.set()
+            self._enqueue(lambda: self._close(asked))
 
     def watch(self, pidfd: int, peer: PeerKey) -> None:
         """Report the end of a peer's process once; takes the descriptor over."""
-        self._enqueue(lambda: self._watch(pidfd, peer))
+        if not self._enqueue(lambda: self._watch(pidfd, peer)):
+            os.close(pidfd)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Send what is queued and close; idempotent. Waits ``timeout_s`` at most."""
@@ -135,103 +144,172 @@ class Control:
         self._enqueue(self._stop)
         self._thread.join(timeout_s)
 
-    def _enqueue(self, action: Callable[[], None]) -> None:
+    # Any thread.
+
+    def _enqueue(self, action: Callable[[], None]) -> bool:
         with self._lock:
-            if self._closing or len(self._outbox) >= MAX_QUEUED_MESSAGES:
-                self.dropped_total += 1
-                return
-            self._outbox.append(action)
-            if len(self._outbox) == 1:
+            if self._closing or len(self._actions) >= MAX_QUEUED_ACTIONS:
+                return False
+            self._actions.append(action)
+            if len(self._actions) == 1:
                 os.eventfd_write(self._wake, 1)
+            return True
+
+    def _drop(self, what: str, route: Route | None) -> None:
+        with self._lock:
+            self.dropped_total += 1
+        self._log.debug(what, route=str(route))
+
+    def _dial(self, asked: _Asked) -> None:
+        def dial() -> None:
+            delay_s = RECONNECT_S
+            while not asked.given_up.is_set():
+                try:
+                    connected = socket.create_connection(asked.address, CONNECT_TIMEOUT_S)
+                except OSError:
+                    self._enqueue(lambda: self._disconnected(asked))
+                    asked.given_up.wait(delay_s)
+                    delay_s = min(2 * delay_s, RECONNECT_MAX_S)
+                    continue
+                self._hand_over(asked, connected)
+                return
+
+        threading.Thread(target=dial, name="kvmesh-transfer-dial", daemon=True).start()
+
+    def _hand_over(self, asked: _Asked, connected: socket.socket) -> None:
+        if not self._enqueue(lambda: self._connected(asked, connected)):
+            connected.close()
+
+    # The control thread.
 
     def _run(self) -> None:
         try:
             while not self._closing:
-                for source, _flags in self._poller.poll():
-                    self._handle(source)
+                for source, events in self._poller.poll():
+                    if (handle := self._sources.get(source)) is not None:
+                        handle(events)
         except BaseException as error:
             self.error = error
             raise
         finally:
             self._tear_down()
 
-    def _handle(self, source: zmq.Socket[bytes] | int) -> None:
-        if source == self._wake:
-            os.eventfd_read(self._wake)
-            self._work_off()
-        elif source is self._router:
-            self._receive_all(self._router, None)
-        elif isinstance(source, int):
-            self._process_ended(source)
-        else:
-            for endpoint, dealer in list(self._dealers.items()):
-                if source is dealer.socket:
-                    self._receive_all(dealer.socket, endpoint)
-                elif source is dealer.monitor:
-                    event = recv_monitor_message(dealer.monitor, zmq.NOBLOCK)["event"]
-                    if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                        self._handler.on_connected(endpoint)
-                    else:
-                        self._handler.on_disconnected(endpoint)
+    def _watch_source(self, source: int, handle: Callable[[int], None]) -> None:
+        self._sources[source] = handle
+        self._poller.register(source, select.EPOLLIN)
 
-    def _work_off(self) -> None:
-        while True:
-            with self._lock:
-                if not self._outbox:
-                    return
-                actions = list(self._outbox)
-                self._outbox.clear()
-            for action in actions:
-                action()
+    def _work_off(self, _events: int) -> None:
+        os.eventfd_read(self._wake)
+        with self._lock:
+            actions = list(self._actions)
+            self._actions.clear()
+        for action in actions:
+            action()
 
-    def _receive_all(self, socket: zmq.Socket[bytes], endpoint: str | None) -> None:
-        while True:
-            try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            route: Route = frames[0] if endpoint is None else endpoint
-            try:
-                message = self._decoder.decode(frames[-1])
-            except msgspec.MsgspecError as error:
-                self.dropped_total += 1
-                self._log.warning("a control message cannot be read", route=str(route), error=str(error))
-                continue
-            self._handler.on_message(route, message)
-
-    def _send(self, route: Route, data: bytes) -> None:
+    def _accept(self, _events: int) -> None:
         try:
-            if isinstance(route, bytes):
-                self._router.send_multipart([route, data], zmq.NOBLOCK)
-            elif (dealer := self._dealers.get(route)) is not None:
-                dealer.socket.send(data, zmq.NOBLOCK)
-            else:
-                self.dropped_total += 1
-        except zmq.ZMQError as error:
-            # The peer is gone or has stopped reading; whoever waits for it has a deadline.
-            self.dropped_total += 1
-            self._log.debug("a control message was not sent", route=str(route), error=str(error))
+            accepted, _address = self._listener.accept()
+        except OSError:
+            # It was gone before it was accepted.
+            return
+        if len(self._accepted) >= MAX_CONNECTIONS:
+            accepted.close()
+            return
+        tune(accepted)
+        asking = _Asking(self._poller)
+        asking.source = asking.open(accepted)
+        self._accepted.add(asking)
+        self._sources[asking.source] = lambda events: self._serve(asking, events)
 
-    def _connect(self, endpoint: str) -> None:
-        if endpoint not in self._dealers:
-            dealer = self._dealers[endpoint] = _Dealer(self._context, endpoint, self._name)
-            self._poller.register(dealer.socket, zmq.POLLIN)
-            self._poller.register(dealer.monitor, zmq.POLLIN)
+    def _serve(self, asking: _Asking, events: int) -> None:
+        if not self._progress(asking, events):
+            self._forget(asking)
+            return
+        try:
+            while (data := asking.take(MAX_MESSAGE_BYTES if asking.route else MAX_GREETING_BYTES)) is not None:
+                if asking.route:
+                    self._deliver(asking.route, data)
+                else:
+                    self._introduce(asking, data)
+        except FrameError as error:
+            self._drop(f"a connection is closed: {error}", asking.route)
+            self._forget(asking)
 
-    def _disconnect(self, endpoint: str) -> None:
-        if (dealer := self._dealers.pop(endpoint, None)) is not None:
-            self._poller.unregister(dealer.socket)
-            self._poller.unregister(dealer.monitor)
-            dealer.close()
+    def _forget(self, asking: _Asking) -> None:
+        del self._sources[asking.source]
+        self._accepted.remove(asking)
+        with self._lock:
+            if self._asking.get(asking.route) is asking:
+                del self._asking[asking.route]
+        asking.lose()
+
+    def _introduce(self, asking: _Asking, greeting: bytes) -> None:
+        if not greeting.startswith(GREETING) or len(greeting) == len(GREETING):
+            raise FrameError("the peer does not introduce itself")
+        asking.route = greeting[len(GREETING) :]
+        with self._lock:
+            # A peer that reconnects keeps its identity and takes the place of its former connection.
+            self._asking[asking.route] = asking
+
+    def _progress(self, connection: Connection, events: int) -> bool:
+        """Send and receive what can be; False when the connection is lost."""
+        if events & select.EPOLLOUT:
+            connection.flush()
+        try:
+            connection.receive()
+        except OSError:
+            return False
+        return True
+
+    def _connected(self, asked: _Asked, connected: socket.socket) -> None:
+        if asked.given_up.is_set():
+            connected.close()
+            return
+        tune(connected)
+        asked.source = asked.open(connected, GREETING + asked.identity)
+        self._sources[asked.source] = lambda events: self._answered(asked, events)
+        self._handler.on_connected(asked.endpoint)
+
+    def _answered(self, asked: _Asked, events: int) -> None:
+        alive = self._progress(asked, events)
+        try:
+            while alive and (data := asked.take(MAX_MESSAGE_BYTES)) is not None:
+                self._deliver(asked.endpoint, data)
+        except FrameError as error:
+            self._drop(f"a connection is closed: {error}", asked.endpoint)
+            alive = False
+        if not alive and not asked.given_up.is_set():
+            del self._sources[asked.source]
+            asked.lose()
+            self._dial(asked)
+            self._disconnected(asked)
+
+    def _disconnected(self, asked: _Asked) -> None:
+        if not asked.given_up.is_set():
+            self._handler.on_disconnected(asked.endpoint)
+
+    def _deliver(self, route: Route, data: bytes) -> None:
+        try:
+            message = self._decoder.decode(data)
+        except msgspec.MsgspecError as error:
+            self._log.warning("a control message cannot be read", route=str(route), error=str(error))
+            self._drop("a control message cannot be read", route)
+            return
+        self._handler.on_message(route, message)
+
+    def _close(self, asked: _Asked) -> None:
+        self._sources.pop(asked.source, None)
+        asked.close(LINGER_S)
 
     def _watch(self, pidfd: int, peer: PeerKey) -> None:
         if peer in self._watched.values():
             os.close(pidfd)
             return
         self._watched[pidfd] = peer
-        self._poller.register(pidfd, zmq.POLLIN)
+        self._watch_source(pidfd, lambda _events: self._process_ended(pidfd))
 
     def _process_ended(self, pidfd: int) -> None:
+        del self._sources[pidfd]
         self._poller.unregister(pidfd)
         os.close(pidfd)
         self._handler.on_process_ended(self._watched.pop(pidfd))
@@ -241,42 +319,41 @@ class Control:
             self._closing = True
 
     def _tear_down(self) -> None:
-        self._stop()
-        for endpoint in list(self._dealers):
-            self._disconnect(endpoint)
+        with self._lock:
+            self._closing = True
+            connections: list[Connection] = [*self._accepted, *self._asked.values()]
+            self._asking.clear()
+            asked, self._asked = self._asked, {}
+        for one in asked.values():
+            one.given_up.set()
+        for connection in connections:
+            connection.close(LINGER_S)
         for pidfd in self._watched:
             os.close(pidfd)
         self._watched.clear()
-        self._router.close(CLOSE_LINGER_MS)
-        self._context.term()
+        self._listener.close()
+        self._poller.close()
         os.close(self._wake)
 
 
-class _Dealer:
-    """A connection to a peer that we ask, and the socket that tells when it is lost."""
+class _Asking(Connection):
+    """From a peer that asks us."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, name: str) -> None:
-        self.socket = context.socket(zmq.DEALER)
-        _configure(self.socket)
-        self.socket.setsockopt(zmq.ROUTING_ID, f"{name[:200]}@{secrets.token_hex(4)}".encode())
-        self.socket.setsockopt(zmq.IPV6, "[" in endpoint)
-        self.socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
-        self.monitor = self.socket.get_monitor_socket(_MONITORED_EVENTS)
-        self.socket.connect(endpoint)
-
-    def close(self) -> None:
-        self.socket.disable_monitor()
-        self.monitor.close(0)
-        self.socket.close(CLOSE_LINGER_MS)
+    def __init__(self, poller: select.epoll) -> None:
+        super().__init__(poller)
+        self.source = -1
+        self.route = b""
+        """Its identity, once it has introduced itself."""
 
 
-def _configure(socket: zmq.Socket[bytes]) -> None:
-    socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
-    socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
-    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 2)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+class _Asked(Connection):
+    """To a peer that we ask."""
+
+    def __init__(self, poller: select.epoll, endpoint: str, name: str) -> None:
+        super().__init__(poller)
+        self.endpoint = endpoint
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        self.address = (host.strip("[]"), int(port))
+        self.identity = f"{name[:200]}@{secrets.token_hex(4)}".encode()
+        self.given_up = threading.Event()
+        self.source = -1

@@ -50,6 +50,8 @@ class Pulling:
             control=session.control,
             sums=session.sums,
         )
+        if session.sums is not None and granted.checksums:
+            session.owner_sums = granted.checksums
         self._apply(session, ReceiveEvent.MOVING)
         self._submit(session, job)
 
@@ -99,6 +101,13 @@ class Pulling:
 
     def _submit(self, session: ReceiveSession, job: MoveJob | None) -> None:
         session.busy = True
+        if (
+            job is not None
+            and session.peer is not None
+            and self._engine.plane.is_quick(session.peer, session.num_bytes)
+        ):
+            self._work(session, job)
+            return
         try:
             self._engine.workers.submit(worker_of(session.endpoint), lambda: self._work(session, job))
         except WorkerBusyError as error:

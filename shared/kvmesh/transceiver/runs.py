@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from kvmesh.transceiver.types import PageIds
 
 __all__ = ["MissingPageError", "PageRun", "contiguous_runs", "decode_pages", "encode_pages", "pair_pages", "slices"]
+
+
+_WIRE: Final = np.dtype("<i4")
 
 
 class MissingPageError(Exception):
@@ -27,7 +30,7 @@ class PageRun(NamedTuple):
 
 def encode_pages(pages: PageIds) -> bytes:
     """Page ids as they travel: little-endian int32."""
-    return pages.astype("<i4", copy=False).tobytes()
+    return pages.astype(_WIRE, copy=False).tobytes()
 
 
 def decode_pages(data: bytes) -> PageIds:
@@ -36,7 +39,7 @@ def decode_pages(data: bytes) -> PageIds:
     Raises:
         ValueError: not a whole number of ids.
     """
-    return np.frombuffer(data, dtype="<i4").astype(np.int32, copy=False)
+    return np.frombuffer(data, dtype=_WIRE).astype(np.int32, copy=False)
 
 
 def pair_pages(held: PageIds, first_block: int, wanted: PageIds) -> NDArray[np.bool_]:

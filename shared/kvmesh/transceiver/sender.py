@@ -9,8 +9,6 @@ from __future__ import annotations
 import itertools
 import secrets
 
-import numpy as np
-
 from kvmesh.protocol.transfer import CancelSession, Hello, Refused, RequestData, ResultAck, Ticket, TransferResult
 from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.local import LocalEngine
@@ -224,8 +222,8 @@ class SenderSide:
         parts = zip(session.held, request.first_block, map(decode_pages, request.dst_pages), strict=True)
         for group, (held, first, wanted) in enumerate(parts):
             moving = pair_pages(held, first, wanted)
-            local.append(np.ascontiguousarray(held[first:][moving]))
-            remote.append(np.ascontiguousarray(wanted[moving]))
+            local.append(held[first:][moving])
+            remote.append(wanted[moving])
             session.num_pages += len(local[-1])
             session.num_bytes += len(local[-1]) * self._engine.page_bytes(group)
         return MoveJob(

@@ -40,7 +40,10 @@ class Serving:
     def start(self, session: SendSession, peer: PeerKey, job: MoveJob) -> None:
         """Serve a session that was asked for."""
         session.busy = True
-        if not self._submit(peer, lambda: self._serve(session, peer, job)):
+        plane = self._engine.plane
+        if plane.direction == "pull" and plane.is_quick(peer, session.num_bytes):
+            self._serve(session, peer, job, quick=True)
+        elif not self._submit(peer, lambda: self._serve(session, peer, job)):
             self._fail(session, "the page owner has too many transfers to this receiver waiting")
 
     def forget(self, peer: PeerKey) -> None:
@@ -68,7 +71,7 @@ class Serving:
         self._log.info("paired", peer=str(peer), plane=way)
         self._engine.send(route, self._engine.handshake.reply())
 
-    def _serve(self, session: SendSession, peer: PeerKey, job: MoveJob) -> None:
+    def _serve(self, session: SendSession, peer: PeerKey, job: MoveJob, *, quick: bool = False) -> None:
         plane, checksums = self._engine.plane, self._engine.checksums
         checked = checksums is not None
         try:
@@ -80,7 +83,10 @@ class Serving:
                 if plane.direction == "pull":
                     access = plane.grant(session.transfer_id, session.session, job.local)
                     pages = [encode_pages(ids) for ids in job.local]
-                    self.answer(session, "ready", src_pages=pages, access=access, checked=checked)
+                    # Of a few pages the checksums go along at once.
+                    early = checksums.of(job.local) if quick and checksums is not None else []
+                    self.answer(session, "ready", src_pages=pages, access=access, checked=checked, checksums=early)
+                    checksums = None if early else checksums
             if plane.direction == "push":
                 plane.move(peer, job)
                 fault_point("transceiver.after_write")

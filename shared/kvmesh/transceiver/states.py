@@ -26,6 +26,8 @@ __all__ = [
 class SessionState(StrEnum):
     """Where a session is."""
 
+    __hash__ = str.__hash__  # Native, unlike Enum's: members are keys of the tables below.
+
     INIT = "init"
     READY = "ready"
     TRANSFERRING = "transferring"
@@ -40,6 +42,8 @@ TERMINAL_STATES = frozenset({SessionState.FULLY_TRANSFERRED, SessionState.ERROR,
 
 class SendEvent(StrEnum):
     """What can happen to the session of a page owner."""
+
+    __hash__ = str.__hash__  # Native, unlike Enum's: members are keys of the tables below.
 
     ASKED = "asked"
     """A receiver has redeemed the ticket."""
@@ -59,6 +63,8 @@ class SendEvent(StrEnum):
 
 class ReceiveEvent(StrEnum):
     """What can happen to the session of a receiver."""
+
+    __hash__ = str.__hash__  # Native, unlike Enum's: members are keys of the tables below.
 
     ASKED = "asked"
     """The request for pages is on its way."""

@@ -20,6 +20,7 @@ from kvmesh.transceiver.types import PeerKey
 __all__ = ["PromptMismatchError", "Signer", "SpentNonces", "TicketError", "check_ticket"]
 
 MAC_BYTES = hashlib.sha256().digest_size
+HASH_BLOCK_BYTES = hashlib.sha256().block_size
 MAX_TICKET_BYTES = 4096
 """Far above any real ticket; bounds what an unauthenticated peer can make us hash and decode."""
 MAX_SPENT_NONCES = 65_536
@@ -49,11 +50,17 @@ class Signer:
     """
 
     def __init__(self, cluster_secret: bytes, purpose: str) -> None:
-        self._key = hmac.digest(cluster_secret, f"kvmesh {purpose} 1".encode(), "sha256")
+        key = hmac.digest(cluster_secret, f"kvmesh {purpose} 1".encode(), "sha256").ljust(HASH_BLOCK_BYTES, b"\0")
+        # RFC 2104, section 4: the state after the padded key, computed once, takes half of the time of hmac.digest.
+        self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in key))
+        self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in key))
 
     def mac(self, payload: bytes) -> bytes:
         """HMAC-SHA256 of ``payload``, 32 bytes."""
-        return hmac.digest(self._key, payload, "sha256")
+        inner, outer = self._inner.copy(), self._outer.copy()
+        inner.update(payload)
+        outer.update(inner.digest())
+        return outer.digest()
 
     def verifies(self, payload: bytes, mac: bytes) -> bool:
         """Whether ``mac`` is that of ``payload``; constant time."""

@@ -117,6 +117,7 @@ class FakePlane:
         self.open_sessions = 0
         self.attach_error: str | None = None
         self.move_error: str | None = None
+        self.quick_bytes = -1
         self.during: Callable[[], None] = lambda: None
 
     def describe(self) -> bytes:
@@ -146,6 +147,9 @@ class FakePlane:
         job.control.checkpoint()
         self.moved.append(job)
         return job.num_pages * PAGE_BYTES
+
+    def is_quick(self, peer: PeerKey, nbytes: int) -> bool:
+        return nbytes <= self.quick_bytes
 
     def session_opened(self) -> None:
         self.open_sessions += 1

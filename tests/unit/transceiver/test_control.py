@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
-import zmq
 
 from kvmesh.protocol.transfer import CancelSession, ResultAck
-from kvmesh.transceiver.control import Control, Route
+from kvmesh.transceiver.control import MAX_MESSAGE_BYTES, Control, Route
 from kvmesh.transceiver.types import PeerKey
 
 WAIT_S = 20
@@ -72,8 +75,8 @@ def test_messages_go_both_ways(make: Callable[[str], Recorder]) -> None:
         kind, route, message = owner.next()
         assert (kind, message.transfer_id) == ("message", number)
         assert route.startswith(b"receiver@")
-    heard = [receiver.next() for _ in range(51)]
-    heard.remove(("connected", owner.control.endpoint))  # Told by a socket of its own, sooner or later.
+    assert receiver.next() == ("connected", owner.control.endpoint)
+    heard = [receiver.next() for _ in range(50)]
     assert [answer[2].transfer_id for answer in heard] == list(range(50))
     assert {answer[1] for answer in heard} == {owner.control.endpoint}
 
@@ -84,7 +87,7 @@ def test_a_lost_owner_is_told_and_messages_to_nobody_are_counted(make: Callable[
     receiver.control.connect(endpoint)
     receiver.control.send(endpoint, CancelSession(transfer_id=1))
     route = owner.next()[1]
-    assert sorted(receiver.next()[0] for _ in range(2)) == ["connected", "message"], "two sockets: in either order"
+    assert [receiver.next()[0] for _ in range(2)] == ["connected", "message"]
     receiver.control.disconnect(endpoint)
     receiver.control.send(endpoint, CancelSession(transfer_id=2))
     receiver.control.connect(endpoint)
@@ -92,7 +95,7 @@ def test_a_lost_owner_is_told_and_messages_to_nobody_are_counted(make: Callable[
     assert owner.next()[2].transfer_id == 3, "what is sent between is dropped"
     assert receiver.control.dropped_total == 1
     owner.control.send(route, CancelSession(transfer_id=4))
-    assert sorted(receiver.next()[0] for _ in range(2)) == ["connected", "message"], "two sockets: in either order"
+    assert [receiver.next()[0] for _ in range(2)] == ["connected", "message"]
     owner.control.close(WAIT_S)
     assert receiver.next() == ("disconnected", endpoint)
     assert owner.control.dropped_total == 1, "the former connection of a receiver is no route"
@@ -100,23 +103,103 @@ def test_a_lost_owner_is_told_and_messages_to_nobody_are_counted(make: Callable[
 
 def test_an_address_where_nobody_listens_is_told(make: Callable[[str], Recorder]) -> None:
     receiver = make("receiver")
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        endpoint = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        endpoint = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
     receiver.control.connect(endpoint)
     assert receiver.next() == ("disconnected", endpoint)
 
 
+def frames(*messages: bytes) -> bytes:
+    return b"".join(struct.pack("<I", len(message)) + message for message in messages)
+
+
+def dial(recorder: Recorder) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(recorder.control.endpoint.rpartition(":")[2])), WAIT_S)
+
+
 def test_what_is_no_message_is_counted(make: Callable[[str], Recorder]) -> None:
     owner = make("owner")
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.connect(owner.control.endpoint)
-        for garbage in (b"", b"\xc1", b"GET / HTTP/1.1"):
-            socket.send(garbage)
-        receiver = make("receiver")
-        receiver.control.connect(owner.control.endpoint)
-        while owner.control.dropped_total < 3:
-            receiver.control.send(owner.control.endpoint, CancelSession(transfer_id=5))
-            assert owner.next()[2].transfer_id == 5
+    with dial(owner) as garbler:
+        garbler.sendall(frames(b"KVC1garbler", b"", b"\xc1", b"GET / HTTP/1.1"))
+        garbler.sendall(frames(msgspec.msgpack.encode(CancelSession(transfer_id=5))))
+        assert owner.next()[:2] == ("message", b"garbler"), "the connection lives on"
+    assert owner.control.dropped_total == 3
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        frames(b"KVC1"),
+        frames(b"another protocol"),
+        frames(b"KVC1name") + struct.pack("<I", MAX_MESSAGE_BYTES + 1),
+    ],
+)
+def test_who_does_not_speak_the_protocol_is_hung_up_on(make: Callable[[str], Recorder], garbage: bytes) -> None:
+    owner, receiver = make("owner"), make("receiver")
+    with dial(owner) as stranger:
+        stranger.sendall(garbage)
+        stranger.settimeout(WAIT_S)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    assert owner.control.dropped_total == 1
+    receiver.control.connect(owner.control.endpoint)
+    receiver.control.send(owner.control.endpoint, CancelSession(transfer_id=5))
+    assert owner.next()[2].transfer_id == 5
+
+
+def test_messages_in_pieces_and_large_ones_arrive_whole(make: Callable[[str], Recorder]) -> None:
+    owner, receiver = make("owner"), make("receiver")
+    with dial(owner) as slow:
+        for byte in frames(b"KVC1slow", msgspec.msgpack.encode(CancelSession(transfer_id=6))):
+            slow.sendall(bytes([byte]))
+        assert owner.next()[2].transfer_id == 6
+    receiver.control.connect(owner.control.endpoint)
+    large = os.urandom(24 << 20)
+    for number in range(3):
+        receiver.control.send(owner.control.endpoint, CancelSession(transfer_id=number, ticket=large))
+    for number in range(3):
+        message = owner.next()[2]
+        assert (message.transfer_id, message.ticket == large) == (number, True)
+        assert receiver.next()[0] in {"connected", "message"}
+
+
+def test_who_does_not_read_blocks_nobody(make: Callable[[str], Recorder]) -> None:
+    owner, other = make("owner"), make("other")
+    with dial(owner) as deaf:
+        deaf.sendall(frames(b"KVC1deaf", msgspec.msgpack.encode(ResultAck(transfer_id=1, session=1, status="done"))))
+        assert owner.next()[1] == b"deaf"
+        large = CancelSession(transfer_id=2, ticket=bytes(1 << 20))
+        for _ in range(50):
+            owner.control.send(b"deaf", large)
+        other.control.connect(owner.control.endpoint)
+        other.control.send(owner.control.endpoint, CancelSession(transfer_id=3))
+        assert owner.next()[2].transfer_id == 3
+        deaf.settimeout(WAIT_S)
+        wanted = len(frames(msgspec.msgpack.encode(large))) * 50
+        while wanted:
+            wanted -= len(deaf.recv(1 << 20))
+    assert owner.control.dropped_total == 0
+
+
+def test_a_peer_that_comes_back_keeps_its_name_and_gets_what_waits(make: Callable[[str], Recorder]) -> None:
+    receiver = make("receiver")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        receiver.control.connect(endpoint)
+        receiver.control.send(endpoint, CancelSession(transfer_id=1))
+        hello = []
+        for number in (1, 2):
+            accepted, _ = listener.accept()
+            with accepted, accepted.makefile("rb") as stream:
+                hello.append(stream.read(*struct.unpack("<I", stream.read(4))))
+                cancel = msgspec.msgpack.decode(stream.read(*struct.unpack("<I", stream.read(4))), type=CancelSession)
+                assert cancel.transfer_id == number
+                assert receiver.next() == ("connected", endpoint)
+            assert receiver.next() == ("disconnected", endpoint)
+            receiver.control.send(endpoint, CancelSession(transfer_id=number + 1))
+    assert hello[0] == hello[1]
+    assert hello[0].startswith(b"KVC1receiver@")
 
 
 def test_the_end_of_a_process_is_told_once(make: Callable[[str], Recorder]) -> None:

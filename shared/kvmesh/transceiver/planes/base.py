@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -28,23 +27,23 @@ class MoveControl:
     """Stops a move from another thread: the mover asks between its slices."""
 
     def __init__(self) -> None:
-        self._stop = threading.Event()
+        self._stopped = False
         self.abandoned = False
         """The peer is dead, or this process ends: the mover need not wait for what it has begun."""
 
     def stop(self) -> None:
         """Ask the mover to end at its next slice."""
-        self._stop.set()
+        self._stopped = True
 
     def abandon(self) -> None:
         """Ask the mover to end at once, because the other side cannot touch anything any more."""
         self.abandoned = True
-        self._stop.set()
+        self._stopped = True
 
     @property
     def stopped(self) -> bool:
         """Whether the mover was asked to end."""
-        return self._stop.is_set()
+        return self._stopped
 
     def checkpoint(self) -> None:
         """Called by the mover before each slice.
@@ -53,7 +52,7 @@ class MoveControl:
             MoveStoppedError: the mover was asked to end.
         """
         fault_point("transceiver.during_transfer")
-        if self._stop.is_set():
+        if self._stopped:
             raise MoveStoppedError
 
 
@@ -133,6 +132,12 @@ class DataPlane(Protocol):
         Raises:
             MoveStoppedError: ``job.control`` was stopped and the move has ended; nothing touches memory any more.
             PlaneError: the peer cannot be reached, or reported an error; nothing touches memory any more.
+        """
+
+    def is_quick(self, peer: PeerKey, nbytes: int) -> bool:
+        """Whether this side's part in a move of ``nbytes`` with ``peer`` takes no longer than handling a message.
+
+        It may then run on the thread that handles messages: it must not wait for anybody.
         """
 
     def session_opened(self) -> None:

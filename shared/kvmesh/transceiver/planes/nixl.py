@@ -186,6 +186,10 @@ class NixlPlane:
         job.control.checkpoint()
         return moved
 
+    def is_quick(self, _peer: PeerKey, _nbytes: int) -> bool:
+        """The library may wait for the peer."""
+        return False
+
     def session_opened(self) -> None:
         """See :meth:`DataPlane.session_opened`."""
         with self._ticking:
