@@ -11,7 +11,7 @@ __all__ = ["FAMILIES", "MODES", "ROOMY", "Family", "Mode", "check_evidence"]
 ALL = ("llama", "llama-windows", "mistral", "gemma2", "gemma3")
 WINDOWED = ALL[1:]
 TWO_POOLS = ("llama-windows", "gemma2", "gemma3")
-ROOMY = 30.0
+ROOMY = 100.0
 """Times the size of a tight cache: nothing ever has to go."""
 
 
@@ -73,6 +73,8 @@ def check_evidence(evidence: dict[str, int], mode: Mode) -> None:
 
 V1 = {"use_kv_cache_manager_v2": False}
 NO_EVICT = {"scheduler_policy": "guaranteed_no_evict"}
+LONG_CHUNKS = {"max_num_tokens": 48}
+"""Longer than any window: else no block of a chunk is behind it at the chunk's end."""
 REBALANCE = {
     "enable_kv_pool_rebalance": True,
     "kv_pool_rebalance_config": {
@@ -120,11 +122,20 @@ MODES = {
         families=TWO_POOLS,
     ),
     "threshold": Mode((*TO_HOST, "dropped_pages"), ("starved",), {"cold_tier_offload_min_priority": 36}, host=1.0),
-    "scratch": Mode((*PRESSED, "scratch_blocks"), ("starved",), {"enable_swa_scratch_reuse": True}, families=WINDOWED),
+    "scratch": Mode(
+        (*PRESSED, "scratch_blocks"),
+        ("starved",),
+        {"enable_swa_scratch_reuse": True},
+        LONG_CHUNKS,
+        size=1.4,
+        families=WINDOWED,
+    ),
     "scratch-host-per-request": Mode(
         ("reused_full_blocks", "scratch_blocks", "offloaded_pages", "onboarded_pages"),
         ("starved",),
         {"enable_swa_scratch_reuse": True, **_reuse(policy="per_request")},
+        LONG_CHUNKS,
+        size=1.4,
         host=1.0,
         families=WINDOWED,
     ),
@@ -162,9 +173,15 @@ MODES = {
         families=TWO_POOLS,
     ),
     "v1": Mode((*PRESSED, "recomputed"), ("offloaded_pages", "starved"), V1),
-    "v1-claiming": Mode(REUSED, ("starved", "copied_pages"), {**V1, "copy_on_partial_reuse": False}, size=10.0),
+    # A block can be claimed while nothing continues it; such blocks are the first to be evicted.
+    "v1-claiming": Mode(REUSED, ("starved", "copied_pages"), {**V1, "copy_on_partial_reuse": False}, size=ROOMY),
     "v1-no-evict": Mode(PRESSED, STAYED, V1, NO_EVICT),
     "v1-host": Mode(TO_HOST, ("starved",), V1, host=1.0),
-    "v1-host-claiming": Mode(TO_HOST, ("starved",), {**V1, "copy_on_partial_reuse": False}, host=1.0),
+    "v1-host-claiming": Mode(
+        ("reused_full_blocks", "evicted_pages", "offloaded_pages", "onboarded_pages"),
+        ("starved", "copied_pages"),
+        {**V1, "copy_on_partial_reuse": False},
+        host=1.0,
+    ),
     "v1-host-no-evict": Mode(TO_HOST, STAYED, V1, NO_EVICT, host=1.0),
 }

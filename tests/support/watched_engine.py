@@ -18,6 +18,7 @@ from kvmesh.config import WorkerSettings
 from kvmesh.events.factory import EventOrigin
 from kvmesh.events.source import EventSource
 from kvmesh.net.clock import ManualClock
+from kvmesh.protocol.engine import EngineStats
 
 __all__ = ["WatchedEngine"]
 
@@ -151,6 +152,10 @@ class WatchedEngine:
             "endpoint_blocks": self._events.priorities[70],
             "changed_priorities": self._events.changed_priorities,
         }
+
+    def statistics(self) -> EngineStats:
+        """As the front gets them."""
+        return self.bench.engine.reporter._statistics(self.bench.cache)
 
     def close(self) -> None:
         """Nothing is in use; after the end nothing is left: no page, no stored block, no file, no memory."""

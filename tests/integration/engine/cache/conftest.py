@@ -86,10 +86,10 @@ def disk(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def watched(make_engine: Make, monkeypatch: pytest.MonkeyPatch, disk: Path) -> Callable[..., WatchedEngine]:
-    """``watched(family, mode, reference)``: an engine in that mode."""
+    """``watched(family, mode, reference, ...)``: an engine in that mode; more goes to ``make_engine``."""
 
-    def make(name: str, mode: Mode, reference: Reference, **options: Any) -> WatchedEngine:
-        family = FAMILIES[name]
+    def make(family_name: str, mode: Mode, reference: Reference, disk: Path = disk, **options: Any) -> WatchedEngine:
+        family = FAMILIES[family_name]
         return WatchedEngine(
             make_engine,
             monkeypatch,
@@ -97,9 +97,7 @@ def watched(make_engine: Make, monkeypatch: pytest.MonkeyPatch, disk: Path) -> C
             model=str(reference.model),
             tokens=int(mode.size * family.tight_tokens),
             cache={**family.cache, **mode.cache_settings(reference.device_bytes, disk)},
-            max_num_tokens=CHUNK,
-            **mode.settings,
-            **options,
+            **{"max_num_tokens": CHUNK, **mode.settings, **options},
         )
 
     return make

@@ -1,4 +1,7 @@
-"""A cold tier that loses what it holds, refuses what it is given, or outlives its engine: never a wrong token."""
+"""A cold tier that loses what it holds, refuses what it is given, or outlives its engine: never a wrong token.
+
+``KVMESH_SOAK`` harms files of more models and tiers.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import errno
 import os
 import signal
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +26,11 @@ from kvmesh.engine.client import EngineClient
 Make = Callable[..., Any]
 pytestmark = pytest.mark.slow
 
-DISK = Mode(("to_disk",), ("starved",), disk=2.0)
-HOST_AND_DISK = Mode(("to_host", "to_disk"), ("starved",), host=0.5, disk=2.0)
+MODES = {
+    "disk": Mode(("to_disk",), ("starved",), disk=2.0),
+    "host-disk": Mode(("to_host", "to_disk"), ("starved",), host=0.5, disk=2.0),
+}
+SOAK = int(os.environ.get("KVMESH_SOAK", "0"))
 
 
 def scribble(path: Path) -> None:
@@ -51,14 +58,25 @@ def disabled(logs: list[Any]) -> list[Any]:
     return [entry for entry in logs if "tier disabled" in entry["event"]]
 
 
-@pytest.mark.parametrize("mode", [DISK, HOST_AND_DISK], ids=["disk", "host-disk"])
-@pytest.mark.parametrize("harm", HARMS)
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def harmed(*cases: tuple[str, str, str]) -> list[tuple[str, str, str]]:
+    """Ways to be harmed, on a model with a certain cache; all combinations when soaking."""
+    return list(product(["llama", "gemma2"], HARMS, MODES)) if SOAK else list(cases)
+
+
+@pytest.mark.parametrize(
+    ("family", "harm", "tiers"),
+    harmed(
+        ("llama", "scribble", "host-disk"),
+        ("gemma2", "cut", "disk"),
+        ("gemma2", "empty", "host-disk"),
+        ("llama", "delete", "disk"),
+    ),
+)
 def test_files_harmed_between_rounds(
-    family: str, harm: str, mode: Mode, reference: Make, watched: Make, disk: Path
+    family: str, harm: str, tiers: str, reference: Make, watched: Make, disk: Path
 ) -> None:
     """Every page that the tree thinks is on disk is bad when the same prompts come again."""
-    expected = reference(family)
+    expected, mode = reference(family), MODES[tiers]
     engine = watched(family, mode, expected)
     [(asks, answers), (second, second_answers)] = expected.rounds
     check_answers(serve(engine, "before", asks), answers, asks)
@@ -80,12 +98,11 @@ def test_files_harmed_between_rounds(
     assert len(disabled(logs)) == (harm == "delete")
 
 
-@pytest.mark.parametrize("harm", ["scribble", "empty"])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize(("family", "harm"), [("llama", "scribble"), ("gemma2", "empty")])
 def test_files_harmed_while_requests_run(family: str, harm: str, reference: Make, watched: Make, disk: Path) -> None:
     """Suspended requests find their own pages gone, and start anew."""
     expected = reference(family)
-    engine = watched(family, DISK, expected)
+    engine = watched(family, MODES["disk"], expected)
     asks, answers = expected.rounds[0]
 
     def harm_all(step: int) -> None:
@@ -96,18 +113,17 @@ def test_files_harmed_while_requests_run(family: str, harm: str, reference: Make
     check_answers(serve(engine, "run", asks, each_step=harm_all), answers, asks)
     evidence = engine.evidence()
     engine.close()
-    check_evidence(evidence, DISK)
+    check_evidence(evidence, MODES["disk"])
     assert evidence["damaged_pages"] > 0
     assert evidence["lost"] > 0
 
 
-@pytest.mark.parametrize("mode", [DISK, HOST_AND_DISK], ids=["disk", "host-disk"])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(("family", "tiers"), [("llama", "disk"), ("gemma3", "host-disk")])
 def test_a_disk_that_becomes_full(
-    family: str, mode: Mode, reference: Make, watched: Make, monkeypatch: pytest.MonkeyPatch
+    family: str, tiers: str, reference: Make, watched: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tier is disabled, once and with its reason, while requests run; they and later ones are served."""
-    expected = reference(family)
+    expected, mode = reference(family), MODES[tiers]
     engine = watched(family, mode, expected)
     store, written = PageFile.store, 0
 
@@ -141,7 +157,7 @@ def test_a_disk_that_takes_nothing_at_start(reference: Make, watched: Make, monk
     expected = reference("llama")
     monkeypatch.setattr("kvmesh.cache.storage.disk.fcntl.flock", refuse)
     with pytest.raises(EngineBuildError, match="Read-only file system"):
-        watched("llama", DISK, expected)
+        watched("llama", MODES["disk"], expected)
 
 
 async def test_a_killed_engine_leaves_files_that_the_next_one_sweeps(models: dict[str, Path], disk: Path) -> None:
