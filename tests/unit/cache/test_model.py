@@ -536,10 +536,13 @@ class CacheMachine(RuleBasedStateMachine):
             os.truncate(path, where % (size + 1))
         elif size:
             with path.open("r+b") as file:
-                file.seek(where % size)
-                byte = file.read(1)
-                file.seek(where % size)
-                file.write(bytes([byte[0] ^ 0x10]))
+                # One bit in 8 bytes, all over some 512 bytes: it must hit what is read of a page.
+                begin = where % size // 512 * 512
+                file.seek(begin)
+                words = np.frombuffer(file.read(512), dtype=np.uint8).copy()
+                words[:: 1 + where % 8] ^= 0x10
+                file.seek(begin)
+                file.write(words.tobytes())
 
     @rule(scope=st.integers(0, 2), tokens=TAIL, base=NUMBER)
     def probe(self, scope: int, tokens: list[int], base: int) -> None:
