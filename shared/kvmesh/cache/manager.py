@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvmesh.cache.adjust import adjust_level, level_ratios
 from kvmesh.cache.base import MatchInfo
@@ -177,7 +179,9 @@ class KvCacheManager:
             conversation_id=self._conversation_of(conversation_id, request_id),
         )
         self._sequences.add(sequence)
-        self._count_creation(sequence, len(token_ids))
+        sequence.on_start = partial(
+            self._count_start, len(token_ids), sequence.num_cached_tokens, self._matched_levels(sequence)
+        )
         return sequence
 
     def find(
@@ -401,28 +405,26 @@ class KvCacheManager:
         """Where prefill chunks must end: a state can be copied, and a window is whole, only between two steps."""
         return points if fork is None else tuple(sorted({*points, fork}))
 
-    def _count_creation(self, sequence: KvCache, prompt_length: int) -> None:
-        counters = self.store.counters
-        cached = sequence.num_cached_tokens
-        full, partial = divmod(cached, self.layout.tokens_per_block)
-        counters.prompt_tokens += prompt_length
-        counters.cached_tokens += cached
-        counters.reused_full_blocks += full
-        counters.reused_partial_blocks += partial > 0
-        counters.missed_blocks += self.layout.num_blocks(prompt_length) - full - (partial > 0)
-        if cached:
-            self._count_reuse(sequence)
+    def _matched_levels(self, sequence: KvCache) -> list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+        """By layer group, where the pages of whole blocks are, and the one to be copied from."""
+        if not sequence.num_cached_tokens:
+            return []
+        return [
+            (table.level[whole], table.level[tail])
+            for table, (whole, tail) in zip(self.store.group_tables, sequence.matched_pages(), strict=True)
+        ]
+
+    def _count_start(
+        self, prompt_length: int, cached: int, levels: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]
+    ) -> None:
+        self.store.counters.note_prompt(prompt_length, cached, self.layout.tokens_per_block)
+        flows = self.store.flows
+        for group, (whole, tail) in enumerate(levels):
+            if len(self.tiers) == 1:
+                flows.add("reused_full", DEVICE_LEVEL, group, len(whole))
+                flows.add("reused_partial", DEVICE_LEVEL, group, len(tail))
+            else:
+                flows.note("reused_full", whole, group)
+                flows.note("reused_partial", tail, group)
         if self.tuner is not None:
             self.tuner.on_create(cached)
-
-    def _count_reuse(self, sequence: KvCache) -> None:
-        flows = self.store.flows
-        for group, (table, (whole, partial)) in enumerate(
-            zip(self.store.group_tables, sequence.matched_pages(), strict=True)
-        ):
-            if not table.last_level:
-                flows.add("reused_full", DEVICE_LEVEL, group, len(whole))
-                flows.add("reused_partial", DEVICE_LEVEL, group, len(partial))
-            else:
-                flows.note("reused_full", table.level[whole], group)
-                flows.note("reused_partial", table.level[partial], group)

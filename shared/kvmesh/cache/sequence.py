@@ -7,6 +7,7 @@ computed, ``close`` gives everything back. At every moment ``committed <= histor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -87,6 +88,8 @@ class KvCache:
         self._capacity = self._history = self._committed = self.num_cached_tokens
         self._num_samples = self._capacity_sum = self._history_sum = 0
         self._pages = Holdings(self._store, match, self.num_cached_tokens)
+        self.on_start: Callable[[], None] | None = None
+        """Called when it first gets pages of its own: what was created in vain is not counted (semantics §3.10)."""
 
     @property
     def state(self) -> SequenceState:
@@ -369,6 +372,9 @@ class KvCache:
         return [BlockRange(max(begin, self._num_blocks), max(end, self._num_blocks)) for begin, end in ranges]
 
     def _sample(self) -> None:
+        if self.on_start is not None:
+            self.on_start()
+            self.on_start = None
         self._num_samples += 1
         self._capacity_sum += self._capacity
         self._history_sum += self._history

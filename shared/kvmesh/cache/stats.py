@@ -16,7 +16,7 @@ class CacheCounters:
     """Counters that only grow; the cache's own thread is their only writer."""
 
     prompt_tokens: int = 0
-    """Tokens of all sequences at their creation."""
+    """Tokens at their creation of all sequences that got pages; those created in vain are not counted."""
     cached_tokens: int = 0
     """Those of them whose KV was found."""
     reused_full_blocks: int = 0
@@ -44,6 +44,15 @@ class CacheCounters:
     """Times that memory moved between pools."""
     damaged_pages: int = 0
     """Pages of a cold tier whose content was not what had been written; each became a miss."""
+
+    def note_prompt(self, num_tokens: int, cached: int, tokens_per_block: int) -> None:
+        """A sequence of ``num_tokens`` tokens begins, of which the first ``cached`` were found."""
+        full, partial = divmod(cached, tokens_per_block)
+        self.prompt_tokens += num_tokens
+        self.cached_tokens += cached
+        self.reused_full_blocks += full
+        self.reused_partial_blocks += partial > 0
+        self.missed_blocks += -(-num_tokens // tokens_per_block) - full - (partial > 0)
 
 
 class CacheStats(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -75,6 +76,27 @@ def test_a_prompt_s_way_through_the_tiers(make_manager: Factory, windows: tuple[
     assert full.onboarded == 3, "the partly matched block was copied, not moved"
     if len(host) > 1:
         assert (host[1].reused_full, host[1].reused_partial) == (1, 1), "blocks 2 and 3 are in the window of token 15"
+
+
+def test_what_was_created_in_vain_is_not_counted(make_manager: Factory) -> None:
+    """§3.10: an admission that gets no pages is tried again, and would count its hits each time."""
+    manager = make_manager(6, host=4)
+    prompt = np.arange(10, dtype=np.int32)
+    run(manager, prompt)
+    before = manager.stats()
+    for resume in (False, True):
+        cache = manager.create(ReuseScope(), prompt, "r")
+        assert cache.num_cached_tokens == 9
+        assert not resume or cache.resume()
+        assert not resume or not cache.resize(100)
+        cache.close()
+    after = manager.stats()
+    assert after.counters == replace(before.counters, allocated_pages=4, copied_pages=1), "a copy was made"
+    assert after.flows == before.flows
+    assert run(manager, prompt)
+    check_sums(manager.stats())
+    assert manager.stats().counters.prompt_tokens == 20
+    assert manager.stats().counters.cached_tokens == 9
 
 
 def test_hits_on_the_device_alone(make_manager: Factory) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -164,8 +165,7 @@ class V1CacheManager:
             storing=reuse,
         )
         self._sequences.add(sequence)
-        self._count_creation(found.num_tokens, len(token_ids))
-        self._count_reuse(sequence)
+        sequence.on_start = partial(self._count_start, len(token_ids), found.num_tokens, self._matched_levels(sequence))
         return sequence
 
     def prefetch(
@@ -269,19 +269,17 @@ class V1CacheManager:
             partial=self.settings.enable_partial_reuse,
         )
 
-    def _count_creation(self, cached: int, prompt_length: int) -> None:
-        counters = self.counters
-        full, partial = divmod(cached, self.layout.tokens_per_block)
-        counters.prompt_tokens += prompt_length
-        counters.cached_tokens += cached
-        counters.reused_full_blocks += full
-        counters.reused_partial_blocks += partial > 0
-        counters.missed_blocks += self.layout.num_blocks(prompt_length) - full - (partial > 0)
+    def _matched_levels(self, sequence: V1Sequence) -> list[tuple[list[int], list[int]]]:
+        """By layer group, where the whole blocks are, and the one whose beginning is used."""
+        return [
+            ([block.level for block in view.live()], [] if view.tail is None else [view.tail.level])
+            for view in sequence.views
+        ]
 
-    def _count_reuse(self, sequence: V1Sequence) -> None:
-        flows = self.usage.flows
-        for view in sequence.views:
-            for block in view.live():
-                flows.add("reused_full", block.level, block.group, 1)
-            if view.tail is not None:
-                flows.add("reused_partial", view.tail.level, view.tail.group, 1)
+    def _count_start(self, prompt_length: int, cached: int, levels: list[tuple[list[int], list[int]]]) -> None:
+        self.counters.note_prompt(prompt_length, cached, self.layout.tokens_per_block)
+        for group, (whole, tail) in enumerate(levels):
+            for level in whole:
+                self.usage.flows.add("reused_full", level, group, 1)
+            for level in tail:
+                self.usage.flows.add("reused_partial", level, group, 1)

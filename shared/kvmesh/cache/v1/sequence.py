@@ -5,6 +5,7 @@ It is created holding what the trees have of its prompt, resumed once, and from 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,8 @@ class V1Sequence:
         self._tokens = SequenceTokens(scope, token_ids, keys, self._block_tokens)
         self._capacity = self._history = self._committed = match.num_tokens
         self._num_stored = match.num_tokens // self._block_tokens
+        self.on_start: Callable[[], None] | None = None
+        """Called when it first gets pages of its own: what was created in vain is not counted (semantics §3.10)."""
         self.views = [self._view(group, match, storing) for group in range(len(manager.layout.groups))]
         for block in self.used():
             self._usage.hold(block)
@@ -183,6 +186,9 @@ class V1Sequence:
             for view in self.views:
                 for block in view.cut(wanted):
                     self._usage.unlock(block)
+        if self.on_start is not None:
+            self.on_start()
+            self.on_start = None
         return True
 
     def commit(self, token_ids: TokenIds) -> None:
