@@ -158,6 +158,9 @@ class FakeCache:
                         page.key = key
                         self.manager.tree[group, key] = page
 
+    def note_step(self) -> None:
+        assert self.state == "active"
+
     def stop_committing(self) -> None:
         pass
 
@@ -347,8 +350,9 @@ class FakeCacheManager:
         reuse: bool = True,
         prompt_length: int | None = None,
         reuse_limit: int | None = None,
+        counted: bool = True,
     ) -> FakeCache:
-        del retention, conversation_id, prompt_length
+        del retention, conversation_id, prompt_length, counted
         keys = self.block_keys(scope, token_ids) if block_keys is None else block_keys
         cache = FakeCache(self, scope, token_ids, request_id)
         cache.reuse = reuse

@@ -131,6 +131,10 @@ class SequenceCache(Protocol):
         """The KV of the next tokens is computed; full blocks become reusable as the policy says."""
         ...
 
+    def note_step(self) -> None:
+        """A step was computed: in the statistics the sequence counts from now on. A commit implies this."""
+        ...
+
     def stop_committing(self) -> None:
         """No more commits will come: the trailing partial block becomes reusable, too."""
         ...
@@ -196,6 +200,7 @@ class CacheManager(Protocol):
         reuse: bool = True,
         prompt_length: int | None = None,
         reuse_limit: int | None = None,
+        counted: bool = True,
     ) -> SequenceCache:
         """A new suspended sequence that holds the cached prefix of its prompt.
 
@@ -209,6 +214,7 @@ class CacheManager(Protocol):
             reuse: False: neither look for cached blocks nor leave any.
             prompt_length: how many of ``token_ids`` are the prompt; None: all.
             reuse_limit: take at most so many leading tokens from the cache; None: as many as there are.
+            counted: False: keep it out of the statistics.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Counts of what happened to pages, by level and layer group."""
+"""Counts of what happened to pages, by level and layer group (semantics §3.10)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 __all__ = ["FlowName", "GroupFlows", "PageFlows"]
 
-FlowName = Literal["reused_full", "reused_partial", "offloaded", "onboarded", "dropped", "damaged"]
+FlowName = Literal["reused_full", "reused_partial", "copied", "offloaded", "onboarded", "dropped", "damaged"]
 
 
 class GroupFlows(NamedTuple):
@@ -20,7 +20,9 @@ class GroupFlows(NamedTuple):
     reused_full: int = 0
     """Found here for a prompt, whole."""
     reused_partial: int = 0
-    """Found here for a prompt, and copied for its leading tokens."""
+    """Found here for a prompt, for its leading tokens."""
+    copied: int = 0
+    """Copied from here to the device: blocks that were found in part, and states."""
     offloaded: int = 0
     """Came here from a warmer level."""
     onboarded: int = 0

@@ -12,6 +12,7 @@ from kvmesh.cache.layout import LayerGroupLayout
 from kvmesh.cache.pages import DEVICE_LEVEL, NO_PAGE, Pages
 from kvmesh.cache.states import StateBlocks
 from kvmesh.cache.store import BlockMatch, BlockStore
+from kvmesh.cache.tallies import SequenceTally
 from kvmesh.cache.windows import BlockRange
 
 __all__ = ["Holdings"]
@@ -27,10 +28,12 @@ class Holdings:
         store: where the pages are.
         match: what of its prompt is cached.
         history: matched tokens.
+        tally: told of the pages that the sequence gets.
     """
 
-    def __init__(self, store: BlockStore, match: BlockMatch, history: int) -> None:
+    def __init__(self, store: BlockStore, match: BlockMatch, history: int, tally: SequenceTally) -> None:
         self.lost = False
+        self._tally = tally
         self._store = store
         self._layouts = store.layout.groups
         self._groups: list[GroupBlocks | StateBlocks] = [
@@ -150,21 +153,25 @@ class Holdings:
                 table.unlock(target)
             self.lost = True
             return False
-        self._drop_copy_sources()
-        for blocks, page in zip(self._groups, copies, strict=True):
+        for group, (blocks, source, page) in enumerate(zip(self._groups, self._copy_sources, copies, strict=True)):
             if len(page):
                 blocks.append(page)
+                self._tally.tell(self._store.tallies.given_one, group, len(source) > 0)
+        self._drop_copy_sources()
         return True
 
     def missing(self, count: int, history: int, scratch: Sequence[BlockRange]) -> list[int]:
         """Pages by layer group that :meth:`extend` with the same arguments will need."""
         return [blocks.missing(count, history, part) for blocks, part in zip(self._groups, scratch, strict=True)]
 
-    def extend(self, count: int, history: int, scratch: Sequence[BlockRange], new: Sequence[Pages]) -> None:
-        """Add blocks up to ``count`` with ``new`` pages."""
-        for blocks, part, pages in zip(self._groups, scratch, new, strict=True):
+    def extend(
+        self, count: int, history: int, scratch: Sequence[BlockRange], new: Sequence[Pages], generated: int
+    ) -> None:
+        """Add blocks up to ``count`` with ``new`` pages; the last ``generated`` of the blocks have no prompt token."""
+        for group, (blocks, part, pages) in enumerate(zip(self._groups, scratch, new, strict=True)):
             blocks.extend(count, history, part, pages)
-            self._store.counters.allocated_pages -= len(blocks.scratch_pages)  # Slots for a step are no pages.
+            if own := len(pages) - len(blocks.scratch_pages):
+                self._tally.tell(self._store.tallies.given, group, own, generated)
 
     def truncate(self, count: int) -> None:
         """Give back the pages of the blocks from ``count`` on."""

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvmesh.cache.adjust import adjust_level, level_ratios
 from kvmesh.cache.base import MatchInfo
@@ -31,6 +29,7 @@ from kvmesh.cache.snapshots import branch_point, snapshot_points
 from kvmesh.cache.stats import CacheStats, GroupPages, LevelStats
 from kvmesh.cache.storage import Storage
 from kvmesh.cache.store import NO_MATCH, BlockMatch, BlockStore
+from kvmesh.cache.tallies import SequenceTally
 from kvmesh.cache.windows import blocks_needed
 from kvmesh.hashing import ReuseScope, TokenIds, v2_block_keys, v2_root
 from kvmesh.protocol.retention import RetentionConfig
@@ -136,6 +135,7 @@ class KvCacheManager:
         reuse: bool = True,
         prompt_length: int | None = None,
         reuse_limit: int | None = None,
+        counted: bool = True,
     ) -> KvCache:
         """A new suspended sequence that holds the cached prefix of its prompt.
 
@@ -150,6 +150,7 @@ class KvCacheManager:
             reuse: False: neither look for cached blocks nor leave any.
             prompt_length: how many of ``token_ids`` are the prompt; None: all.
             reuse_limit: take at most so many leading tokens from the cache; None: as many as there are.
+            counted: False: keep it out of the statistics, and of what decides how memory is split between pools.
 
         Raises:
             ValueError: the prompt is empty.
@@ -160,6 +161,7 @@ class KvCacheManager:
         match = self.find(scope, token_ids, keys, reuse_limit) if reuse else NO_MATCH
         prompt_length = len(token_ids) if prompt_length is None else prompt_length
         settings = self.settings
+        storing = settings.enable_block_reuse and reuse
         fork = self._fork(keys, len(token_ids)) if reuse else None
         points = self._snapshot_points(len(token_ids), fork) if reuse else ()
         sequence = KvCache(
@@ -173,15 +175,14 @@ class KvCacheManager:
             priorities=PagePriorities(
                 retention, prompt_length, self.layout.tokens_per_block, settings.swa_endpoint_rewind_tokens
             ),
-            storing=settings.enable_block_reuse and reuse,
+            storing=storing,
             boundaries=self._boundaries(points, fork),
             snapshot_points=points,
             conversation_id=self._conversation_of(conversation_id, request_id),
+            tally=SequenceTally(counted=counted),
         )
         self._sequences.add(sequence)
-        sequence.on_start = partial(
-            self._count_start, len(token_ids), sequence.num_cached_tokens, self._matched_levels(sequence)
-        )
+        self._note_creation(sequence, len(token_ids), looked_up=storing)
         return sequence
 
     def find(
@@ -253,7 +254,7 @@ class KvCacheManager:
         self._sequences.discard(sequence)
         if sequence.conversation_id is not None:
             self._conversations.finish(sequence.conversation_id)
-        if self.tuner is not None:
+        if self.tuner is not None and sequence.tally.counted:
             self.tuner.on_close(sequence.mean_capacity**2, sequence.mean_history**2)
 
     def end_turn(self, conversation_id: str, keys: list[bytes], length: int) -> None:
@@ -299,8 +300,9 @@ class KvCacheManager:
             open_leases=len(self._leases),
             cached_blocks=self.store.num_blocks,
             pools=pools,
-            counters=replace(self.store.counters),
+            counters=replace(self.store.counters, **self.store.tallies.totals()._asdict()),
             flows=self.store.flows.snapshot(),
+            tallies=self.store.tallies.snapshot(),
         )
 
     def level_stats(self) -> list[LevelStats]:
@@ -405,26 +407,25 @@ class KvCacheManager:
         """Where prefill chunks must end: a state can be copied, and a window is whole, only between two steps."""
         return points if fork is None else tuple(sorted({*points, fork}))
 
-    def _matched_levels(self, sequence: KvCache) -> list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
-        """By layer group, where the pages of whole blocks are, and the one to be copied from."""
-        if not sequence.num_cached_tokens:
-            return []
-        return [
-            (table.level[whole], table.level[tail])
-            for table, (whole, tail) in zip(self.store.group_tables, sequence.matched_pages(), strict=True)
-        ]
-
-    def _count_start(
-        self, prompt_length: int, cached: int, levels: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]
-    ) -> None:
-        self.store.counters.note_prompt(prompt_length, cached, self.layout.tokens_per_block)
-        flows = self.store.flows
-        for group, (whole, tail) in enumerate(levels):
-            if len(self.tiers) == 1:
-                flows.add("reused_full", DEVICE_LEVEL, group, len(whole))
-                flows.add("reused_partial", DEVICE_LEVEL, group, len(tail))
-            else:
-                flows.note("reused_full", whole, group)
-                flows.note("reused_partial", tail, group)
+    def _note_creation(self, sequence: KvCache, prompt_tokens: int, *, looked_up: bool) -> None:
+        """Tell a new sequence's tally what was found for it."""
+        tally, totals, cached = sequence.tally, self.store.tallies, sequence.num_cached_tokens
         if self.tuner is not None:
-            self.tuner.on_create(cached)
+            tally.tell(self.tuner.on_create, cached)
+        tally.tell(totals.created, prompt_tokens, cached)
+        if looked_up and self._has_states:
+            for group in self.layout.groups:
+                if group.kind == "state":
+                    tally.tell(totals.looked_up, group.group_id, prompt_tokens, cached, self.layout.tokens_per_block)
+        if not cached:
+            return
+        for group, (whole, partial) in zip(self.layout.groups, sequence.matched_pages(), strict=True):
+            table = self.store.tables[group.pool]
+            if group.kind == "state":
+                continue
+            if not table.last_level:
+                tally.tell(totals.found, group.group_id, DEVICE_LEVEL, len(whole), len(partial))
+                continue
+            full, part = (np.bincount(table.level[pages], minlength=len(self.tiers)) for pages in (whole, partial))
+            for level in np.flatnonzero(full + part).tolist():
+                tally.tell(totals.found, group.group_id, level, int(full[level]), int(part[level]))

@@ -122,12 +122,14 @@ class Placement:
             level = int(table.level[source])
             if table.any_damaged(one):
                 good = False
-            elif level == DEVICE_LEVEL:
+                continue
+            if level == DEVICE_LEVEL:
                 self._storage.copy(pool, table.slot[one], to)
             elif not self._storage.move(pool, level, table.slot[one], DEVICE_LEVEL, to)[0]:
                 self.lose(pool, one)
                 good = False
-        self._counters.copied_pages += len(targets)
+                continue
+            self._note_copy(level, int(table.group[source]))
         return good
 
     def copy_out(self, pool: int, source: Pages, target: Pages) -> bool:
@@ -136,12 +138,26 @@ class Placement:
         level = int(table.level[target[0]])
         if level == DEVICE_LEVEL:
             self._storage.copy(pool, table.slot[source], table.slot[target])
+            self._note_copy(DEVICE_LEVEL, int(table.group[source[0]]))
             return True
         try:
-            return bool(self._storage.move(pool, DEVICE_LEVEL, table.slot[source], level, table.slot[target])[0])
+            arrived = bool(self._storage.move(pool, DEVICE_LEVEL, table.slot[source], level, table.slot[target])[0])
         except TierFailedError as failure:
             self.disable(failure)
             return False
+        if arrived:
+            self._note_offload(pool, level, table.group[source])
+        return arrived
+
+    def _note_copy(self, level: int, group: int) -> None:
+        self._flows.add("copied", level, group, 1)
+        self._counters.copied_pages += 1
+
+    def _note_offload(self, pool: int, level: int, groups: NDArray[np.uint8]) -> None:
+        """Pages of ``groups`` (uint8 ``[n]``) came to ``level`` from a warmer one."""
+        self._flows.note("offloaded", level, groups)
+        self._counters.offloaded_pages += len(groups)
+        self._counters.offloaded_bytes += len(groups) * self._page_bytes[pool]
 
     def _expel(self, pool: int, level: int, victims: Pages) -> Pages:
         """Make popped ``victims`` leave ``level``; returns those that nobody can do without and nobody has room for."""
@@ -171,10 +187,7 @@ class Placement:
             needed = table.held_mask(pages)
             self._discard(pool, pages[~needed])
             return np.concatenate((stuck, pages[needed]))
-        self._flows.note("offloaded", below, table.group[pages[intact]])
-        count = int(np.count_nonzero(intact))
-        self._counters.offloaded_pages += count
-        self._counters.offloaded_bytes += count * self._page_bytes[pool]
+        self._note_offload(pool, below, table.group[pages[intact]])
         table.enqueue(pages[intact])
         return stuck
 

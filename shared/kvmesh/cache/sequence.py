@@ -7,7 +7,6 @@ computed, ``close`` gives everything back. At every moment ``committed <= histor
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ from kvmesh.cache.lease import PageLease
 from kvmesh.cache.pages import Pages
 from kvmesh.cache.priorities import PagePriorities
 from kvmesh.cache.store import BlockMatch
+from kvmesh.cache.tallies import SequenceTally
 from kvmesh.cache.token_chain import TokenChain
 from kvmesh.cache.windows import BlockRange, scratch_range
 from kvmesh.hashing import ReuseScope, TokenIds, v2_partial_key
@@ -46,6 +46,7 @@ class KvCache:
         scope: where its blocks may be reused.
         conversation_id: the conversation that it is a turn of, or None.
         num_cached_tokens: leading tokens whose KV was found at creation; always less than the prompt's length.
+        tally: its part of the statistics.
     """
 
     def __init__(
@@ -63,9 +64,11 @@ class KvCache:
         boundaries: tuple[int, ...] = (),
         snapshot_points: tuple[int, ...] = (),
         conversation_id: str | None = None,
+        tally: SequenceTally,
     ) -> None:
         self.request_id = request_id
         self.scope = scope
+        self.tally = tally
         self.conversation_id = conversation_id
         self._manager = manager
         self._store = manager.store
@@ -75,6 +78,10 @@ class KvCache:
         self._snapshot_points = frozenset(snapshot_points)
         self._state = SequenceState.SUSPENDED
         self._ever_resumed = False
+        self._went_on = False
+        """A step was computed since the last resumption."""
+        self._set_aside = False
+        """Whether a suspension was counted whose end was not."""
         self._storing = storing
         """Off: commits are accepted, but nothing becomes reusable any more."""
         self._stopped = False
@@ -87,9 +94,7 @@ class KvCache:
         self.num_cached_tokens = self._num_blocks * self._block_tokens + match.partial_tokens
         self._capacity = self._history = self._committed = self.num_cached_tokens
         self._num_samples = self._capacity_sum = self._history_sum = 0
-        self._pages = Holdings(self._store, match, self.num_cached_tokens)
-        self.on_start: Callable[[], None] | None = None
-        """Called when it first gets pages of its own: what was created in vain is not counted (semantics §3.10)."""
+        self._pages = Holdings(self._store, match, self.num_cached_tokens, tally)
 
     @property
     def state(self) -> SequenceState:
@@ -158,8 +163,8 @@ class KvCache:
             self._pages.demote(promoted)
             return False
         self._state = SequenceState.ACTIVE
-        self._store.counters.resumed += self._ever_resumed
         self._ever_resumed = True
+        self._went_on = False
         return True
 
     def suspend(self) -> None:
@@ -175,7 +180,10 @@ class KvCache:
         self._pages.free_scratch()
         self._pages.demote(self._pages.active())
         self._state = SequenceState.SUSPENDED
-        self._store.counters.suspended += 1
+        # A resumption that is taken back at once, for want of room, is none.
+        if self._went_on and self.tally.counted:
+            self._set_aside = True
+            self._store.counters.suspended += 1
 
     def resize(self, capacity: int, history: int | None = None) -> bool:
         """Have pages for ``capacity`` tokens in every layer group, no more and no fewer.
@@ -224,7 +232,8 @@ class KvCache:
         if new is None:  # Without windows; with them, a tier failed while making room.
             return False
         self._history = history
-        self._pages.extend(wanted, history, scratch, new)
+        generated = max(0, wanted - max(self._num_blocks, -(-self._prompt_length // self._block_tokens)))
+        self._pages.extend(wanted, history, scratch, new, generated)
         self._num_blocks, self._capacity = wanted, capacity
         self._sample()
         return True
@@ -250,6 +259,7 @@ class KvCache:
             raise ValueError(f"{self.request_id}: {end} tokens committed with a capacity of {self._capacity}")
         if self._pages.any_quarantined(self._num_stored):
             raise CacheStateError(f"{self.request_id}: commit of quarantined pages")
+        self.note_step()
         self._chain.write(self._committed, token_ids)
         self._committed = end
         if end in self._snapshot_points and self._may_still_store():
@@ -257,6 +267,20 @@ class KvCache:
         if self._may_store():
             self._store_full_blocks()
         self._raise_history(max(self._history, end))
+
+    def note_step(self) -> None:
+        """A step was computed: what this sequence found and was given is in the statistics from now on.
+
+        A commit does so, too. A sequence that is closed before leaves no trace in them, and a resumption without any
+        step is none.
+        """
+        if self._went_on:
+            return
+        self._went_on = True
+        self.tally.count()
+        if self._set_aside:
+            self._set_aside = False
+            self._store.counters.resumed += 1
 
     def stop_committing(self) -> None:
         """No more commits will come: the trailing partial block becomes reusable, too. Calling it again does nothing.
@@ -372,9 +396,6 @@ class KvCache:
         return [BlockRange(max(begin, self._num_blocks), max(end, self._num_blocks)) for begin, end in ranges]
 
     def _sample(self) -> None:
-        if self.on_start is not None:
-            self.on_start()
-            self.on_start = None
         self._num_samples += 1
         self._capacity_sum += self._capacity
         self._history_sum += self._history

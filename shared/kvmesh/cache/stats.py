@@ -7,31 +7,43 @@ from typing import NamedTuple
 
 from kvmesh.cache.flows import GroupFlows
 from kvmesh.cache.pages import PageCounts
+from kvmesh.cache.tallies import GroupTally
 
 __all__ = ["CacheCounters", "CacheStats", "GroupPages", "LevelStats"]
 
 
 @dataclass(slots=True)
 class CacheCounters:
-    """Counters that only grow; the cache's own thread is their only writer."""
+    """Counters that only grow; the cache's own thread is their only writer.
 
-    prompt_tokens: int = 0
-    """Tokens at their creation of all sequences that got pages; those created in vain are not counted."""
-    cached_tokens: int = 0
-    """Those of them whose KV was found."""
+    The first six are sums over layer groups, made when somebody asks: a block counts once in each group.
+    """
+
     reused_full_blocks: int = 0
     reused_partial_blocks: int = 0
     missed_blocks: int = 0
+    """Pages for blocks with prompt tokens that had to be computed or received."""
+    generated_blocks: int = 0
+    """Pages for blocks of generated tokens only."""
     allocated_pages: int = 0
+    """Pages given to sequences, without scratch slots."""
+    new_pages: int = 0
+    """Those of them that did not begin as a copy of a reused page."""
+    prompt_tokens: int = 0
+    """Tokens of all sequences at their creation."""
+    cached_tokens: int = 0
+    """Those of them whose KV was found."""
     evicted_pages: int = 0
     copied_pages: int = 0
+    """Pages copied to the device: blocks that were found in part, and states."""
     rebased_pages: int = 0
     """Pages freed because another sequence had committed the same block first."""
     stored_blocks: int = 0
     removed_blocks: int = 0
     suspended: int = 0
+    """Suspensions, but of sequences that had not gone on since the last."""
     resumed: int = 0
-    """Resumptions after a suspension; the first one is not counted."""
+    """Sequences that went on after one; their first resumption does not count."""
     offloaded_pages: int = 0
     """Pages moved to a colder level."""
     offloaded_bytes: int = 0
@@ -44,15 +56,6 @@ class CacheCounters:
     """Times that memory moved between pools."""
     damaged_pages: int = 0
     """Pages of a cold tier whose content was not what had been written; each became a miss."""
-
-    def note_prompt(self, num_tokens: int, cached: int, tokens_per_block: int) -> None:
-        """A sequence of ``num_tokens`` tokens begins, of which the first ``cached`` were found."""
-        full, partial = divmod(cached, tokens_per_block)
-        self.prompt_tokens += num_tokens
-        self.cached_tokens += cached
-        self.reused_full_blocks += full
-        self.reused_partial_blocks += partial > 0
-        self.missed_blocks += -(-num_tokens // tokens_per_block) - full - (partial > 0)
 
 
 class CacheStats(NamedTuple):
@@ -72,6 +75,8 @@ class CacheStats(NamedTuple):
     counters: CacheCounters
     flows: tuple[GroupFlows, ...] = ()
     """By level, then layer group."""
+    tallies: tuple[GroupTally, ...] = ()
+    """By layer group."""
 
 
 class GroupPages(NamedTuple):

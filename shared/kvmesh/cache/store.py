@@ -23,6 +23,7 @@ from kvmesh.cache.pages import DEVICE_LEVEL, NO_PAGE, Pages, PageTable
 from kvmesh.cache.placement import Placement
 from kvmesh.cache.stats import CacheCounters
 from kvmesh.cache.storage import Storage
+from kvmesh.cache.tallies import Tallies
 from kvmesh.cache.tree import MAX_SCANNED_CHILDREN, BlockTree, Nodes
 from kvmesh.hashing import ReuseScope, TokenIds, v2_root
 
@@ -77,6 +78,7 @@ class BlockStore:
         self.tree = BlockTree(layout.tokens_per_block, len(layout.groups))
         self.counters = CacheCounters()
         self.flows = PageFlows(len(num_pages), len(layout.groups))
+        self.tallies = Tallies(len(layout.groups), self.flows)
         self.announcer = Announcer(layout, self.tree, self.tables, sink)
         self.placement = Placement(
             self.tables,
@@ -187,7 +189,6 @@ class BlockStore:
             return None
         if not all(self.placement.make_room(pool, DEVICE_LEVEL, need) for pool, need in enumerate(needs)):
             return None
-        self.counters.allocated_pages += sum(counts)
         return [
             table.allocate(count, group, priority)
             for group, (table, count, priority) in enumerate(zip(self.group_tables, counts, priorities, strict=True))

@@ -214,8 +214,9 @@ class Executor:
             if seq.num_cached is None:
                 seq.num_cached = min(seq.num_computed, seq.history.prompt_length)
                 seq.timings.scheduled_ns = self._clock.unix_ns()
-                self.counters.prompt_tokens += seq.history.prompt_length
-                self.counters.cached_tokens += seq.num_cached
+                if not seq.probe:
+                    self.counters.prompt_tokens += seq.history.prompt_length
+                    self.counters.cached_tokens += seq.num_cached
 
     def _start_receiving(self, seq: Sequence) -> None:
         assert self._desk is not None
@@ -240,7 +241,7 @@ class Executor:
                     self._fail(chunk.seq, internal_error("The model failed on this request."))
                 continue
             for chunk in done.chunks:
-                if not chunk.seq.is_decoding:
+                if not chunk.seq.is_decoding and not chunk.seq.probe:
                     self.counters.prefilled_tokens += chunk.length
                 self._pages.advance(chunk.seq, chunk.length)
             for chunk, choice in done.sampled:
@@ -253,7 +254,7 @@ class Executor:
         if not seq.timings.first_token_ns:
             seq.timings.first_token_ns = self._clock.unix_ns()
         seq.history.append(choice.token_id)
-        self.counters.generated_tokens += 1
+        self.counters.generated_tokens += not seq.probe
         self._emit(seq, [choice.token_id], None if choice.logprob is None else [choice.logprob])
 
     def _emit(self, seq: Sequence, token_ids: list[int], logprobs: list[TokenLogprob] | None) -> None:

@@ -104,6 +104,7 @@ class Intake:
             handoff=handoff,
             retention=request.retention,
             conversation_id=request.conversation_id,
+            probe=request.probe,
             timings=RequestTimings(arrived_ns=self._clock.unix_ns()),
         )
 

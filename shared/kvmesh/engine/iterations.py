@@ -7,7 +7,8 @@ from operator import sub
 
 from kvmesh.cache.flows import GroupFlows
 from kvmesh.cache.stats import CacheStats
-from kvmesh.engine.cache_report import COUNTER_NAMES, counter_values, flows_of
+from kvmesh.cache.tallies import GroupTally
+from kvmesh.engine.cache_report import COUNTER_NAMES, counter_values, flows_of, uses_of
 from kvmesh.engine.counters import EngineCounters
 from kvmesh.net.clock import Clock
 from kvmesh.protocol.cache_report import IterationRecord, PoolPeaks
@@ -21,12 +22,14 @@ class IterationLog:
     Args:
         interval: iterations of one record.
         tiers: names of the cache's levels.
+        page_bytes: by layer group.
         clock: for time stamps.
     """
 
-    def __init__(self, interval: int, tiers: Sequence[str], clock: Clock) -> None:
+    def __init__(self, interval: int, tiers: Sequence[str], page_bytes: Sequence[int], clock: Clock) -> None:
         self._interval = interval
         self._tiers = tiers
+        self._page_bytes = page_bytes
         self._clock = clock
         self._iterations = 0
         """Since the last record."""
@@ -35,6 +38,7 @@ class IterationLog:
         self._before: tuple[int, ...] = (0,) * len(COUNTER_NAMES)
         """Counters at the last record."""
         self._flows_before: tuple[GroupFlows, ...] = ()
+        self._tallies_before: tuple[GroupTally, ...] = ()
         self._peaks: list[PoolPeaks] = []
         self._records: list[IterationRecord] = []
 
@@ -80,10 +84,14 @@ class IterationLog:
             missed_blocks=missed,
             cache_hit_rate=reused / (reused + missed) if reused + missed else None,
             counters=growth,
-            groups=list(flows_of(cache.flows, self._tiers, self._flows_before or _nothing(cache.flows))),
+            groups=list(
+                flows_of(cache.flows, self._tiers, self._page_bytes, self._flows_before or _nothing(cache.flows))
+            ),
+            uses=list(uses_of(cache.tallies, self._tallies_before or [GroupTally(one.group) for one in cache.tallies])),
             pools=self._peaks,
         )
-        self._iterations, self._peaks, self._before, self._flows_before = 0, [], now, cache.flows
+        self._iterations, self._peaks, self._before = 0, [], now
+        self._flows_before, self._tallies_before = cache.flows, cache.tallies
         self._prompt_tokens, self._generated_tokens = engine.prompt_tokens, engine.generated_tokens
         return record
 

@@ -71,7 +71,8 @@ class SequencePages:
                 block_keys=self.block_keys(seq),
                 retention=seq.retention,
                 conversation_id=seq.conversation_id,
-                reuse=match,
+                reuse=match and not seq.probe,
+                counted=not seq.probe,
                 prompt_length=seq.history.prompt_length,
                 reuse_limit=self._reuse_limit(seq) if match else None,
             )
@@ -123,6 +124,7 @@ class SequencePages:
     def advance(self, seq: Sequence, num_tokens: int) -> None:
         """``num_tokens`` more tokens have their KV in the cache; full blocks become reusable."""
         assert seq.cache is not None
+        seq.cache.note_step()
         before, seq.num_computed = seq.num_computed, seq.num_computed + num_tokens
         if before // self.tokens_per_block != seq.num_computed // self.tokens_per_block:
             self._commit(seq)
@@ -143,6 +145,8 @@ class SequencePages:
 
     def receive(self, seq: Sequence) -> None:
         """The whole prompt's KV has arrived in the sequence's pages; they become reusable."""
+        assert seq.cache is not None
+        seq.cache.note_step()  # Where all was here already there is nothing to commit.
         seq.num_computed = max(seq.num_computed, seq.history.prompt_length)
         self._commit(seq)
 

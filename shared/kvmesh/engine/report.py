@@ -9,7 +9,7 @@ import msgspec
 from kvmesh.cache.base import CacheManager
 from kvmesh.cache.errors import CacheIntegrityError
 from kvmesh.cache.stats import CacheStats
-from kvmesh.engine.cache_report import Pin, counters_of, flows_of, pages_by_age, tiers_of
+from kvmesh.engine.cache_report import Pin, counters_of, flows_of, page_bytes_of, pages_by_age, tiers_of, uses_of
 from kvmesh.engine.executor import Executor
 from kvmesh.engine.iterations import IterationLog
 from kvmesh.engine.transfers import TransferDesk
@@ -74,7 +74,8 @@ class EngineReporter:
         self._clock = clock
         self._uncollected = 0
         """Iterations that computed since statistics were last collected."""
-        self._iterations = IterationLog(stats_interval, manager.tiers, clock)
+        self._page_bytes = page_bytes_of(manager.layout)
+        self._iterations = IterationLog(stats_interval, manager.tiers, self._page_bytes, clock)
         self._tiers: tuple[TierReport, ...] = ()
         self._tiers_of: CacheStats | None = None
         """The state of the cache that the tiers' figures are of."""
@@ -194,7 +195,8 @@ class EngineReporter:
             integrity_failures_total=counters.integrity_failures,
             cache=CacheReport(
                 tiers=self._tiers,
-                flows=flows_of(cache.flows, self._manager.tiers),
+                flows=flows_of(cache.flows, self._manager.tiers, self._page_bytes),
+                uses=uses_of(cache.tallies),
                 counters=counters_of(cache.counters),
             ),
         )

@@ -58,6 +58,8 @@ class Sequence:
     """Priorities of its blocks."""
     conversation_id: str | None = None
     """The conversation of which it is a turn."""
+    probe: bool = False
+    """Asks only whether the engine computes: it reuses nothing, leaves nothing, and is in no statistics."""
     phase: Phase = Phase.WAITING
     cache: SequenceCache | None = None
     num_computed: int = 0

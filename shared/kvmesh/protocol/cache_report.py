@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["PIN_AGE_BOUNDS_S", "CacheReport", "GroupFlows", "GroupReport", "IterationRecord", "PoolPeaks", "TierReport"]
+__all__ = [
+    "PIN_AGE_BOUNDS_S",
+    "CacheReport",
+    "GroupFlows",
+    "GroupReport",
+    "GroupUse",
+    "IterationRecord",
+    "PoolPeaks",
+    "TierReport",
+]
 
 PIN_AGE_BOUNDS_S = (1.0, 10.0, 60.0)
 """Upper bounds of all age classes of :attr:`CacheReport.pinned_pages_by_age` but the last, which has none."""
@@ -34,15 +43,54 @@ class GroupFlows(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     reused_full: int = 0
     """Found here for a prompt, whole."""
     reused_partial: int = 0
-    """Found here for a prompt, and copied for its leading tokens."""
+    """Found here for a prompt, for its leading tokens."""
+    copied: int = 0
+    """Copied from here to the device: blocks that were found in part, and states."""
+    copied_bytes: int = 0
     offloaded: int = 0
     """Came here from a warmer tier."""
+    offloaded_bytes: int = 0
     onboarded: int = 0
     """Left for a warmer tier."""
+    onboarded_bytes: int = 0
     dropped: int = 0
     """Left for nowhere: nobody needed them."""
+    dropped_bytes: int = 0
     damaged: int = 0
     """Were not what had been written here; each became a miss."""
+
+
+class GroupUse(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """What sequences found and were given of one layer group, since start or within a record's iterations.
+
+    A sequence counts from its first computed step on. A page is a block in the group.
+    """
+
+    group: int
+    allocated: int = 0
+    """Pages given to sequences, without scratch slots."""
+    new: int = 0
+    """Those of them that did not begin as a copy of a reused page."""
+    missed: int = 0
+    """New pages for blocks with prompt tokens."""
+    generated: int = 0
+    """New pages for blocks of generated tokens only."""
+    reused_full: int = 0
+    """Blocks found, whole."""
+    reused_partial: int = 0
+    """Blocks found for their leading tokens."""
+    lookups: int = 0
+    """State groups: prompts for which a state was looked for."""
+    hits: int = 0
+    misses: int = 0
+    reused_tokens: int = 0
+    """State groups: leading tokens that the found states stand for."""
+    unreused_tokens: int = 0
+    """The other tokens of those prompts."""
+    aligned_hits: int = 0
+    """States found at the end of a block."""
+    unaligned_hits: int = 0
+    """States found inside a block."""
 
 
 class TierReport(msgspec.Struct, kw_only=True, frozen=True):
@@ -67,6 +115,8 @@ class CacheReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Pages that transfers pin, by how long they have; a page of two transfers counts in both."""
     flows: tuple[GroupFlows, ...] = ()
     """Since start, by tier, then layer group."""
+    uses: tuple[GroupUse, ...] = ()
+    """Since start, by layer group."""
     counters: dict[str, int] = {}
     """Since start, by the names of :class:`kvmesh.cache.stats.CacheCounters`."""
 
@@ -94,9 +144,11 @@ class IterationRecord(msgspec.Struct, kw_only=True):
     reused_blocks: int
     missed_blocks: int
     cache_hit_rate: float | None
-    """``reused / (reused + missed)``; None when no block was asked for."""
+    """``reused / (reused + missed)`` over all layer groups; None when no block was asked for."""
     counters: dict[str, int]
     """Growth of the cache's counters, without those that stood still."""
     groups: list[GroupFlows]
     """What happened to pages by tier and layer group, without those to which nothing did."""
+    uses: list[GroupUse]
+    """What sequences found and were given by layer group, without those of which nothing."""
     pools: list[PoolPeaks]

@@ -65,6 +65,8 @@ class Generate(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     conversation_id: str | None = None
     """For the ``per_conversation`` reuse policy; the front gives it to one sequence at a time."""
     priority: int = 0
+    probe: bool = False
+    """Asks only whether the engine computes: it reuses nothing, leaves nothing reusable, and is in no statistics."""
     deadline_s: float | None = None
     """Seconds from receipt after which the engine fails the request by itself."""
 

@@ -23,10 +23,12 @@ PIN_AGES = (
 """Labels of the age classes of :attr:`CacheReport.pinned_pages_by_age`."""
 
 _DOCUMENTATION = {
-    "missed_blocks": "Full prompt blocks whose KV was not found",
-    "allocated_pages": "Pages given to sequences",
+    "missed_blocks": "Blocks with prompt tokens that had to be computed or received; one counts in each layer group",
+    "generated_blocks": "New blocks of generated tokens only; one counts in each layer group",
+    "allocated_pages": "Pages given to sequences, without scratch slots",
+    "new_pages": "Pages given to sequences that did not begin as a copy of a reused page",
     "evicted_pages": "Reusable pages given away",
-    "copied_pages": "Pages copied inside the device, for partial reuse",
+    "copied_pages": "Pages copied to the device: blocks that were found in part, and states",
     "rebased_pages": "Pages freed because another sequence had committed the same block first",
     "stored_blocks": "Blocks that became reusable",
     "removed_blocks": "Blocks that are reusable no more",
@@ -42,13 +44,22 @@ _DOCUMENTATION = {
 }
 _FLOWS = {
     "reused_full": "Pages of a layer group found on a tier, whole",
-    "reused_partial": "Pages of a layer group found on a tier, and copied for their leading tokens",
+    "reused_partial": "Pages of a layer group found on a tier, for their leading tokens",
+    "copied": "Pages of a layer group copied from a tier to the device",
     "offloaded": "Pages of a layer group that came to a tier from a warmer one",
     "onboarded": "Pages of a layer group that left a tier for a warmer one",
     "dropped": "Pages of a layer group that left a tier for nowhere",
     "damaged": "Pages of a layer group on a tier that were not what had been written",
 }
+_FLOW_BYTES = ("copied", "offloaded", "onboarded", "dropped")
+_USES = {
+    "allocated": "Pages of a layer group given to sequences, without scratch slots",
+    "new": "Pages of a layer group given to sequences that did not begin as a copy",
+    "missed": "New pages of a layer group for blocks with prompt tokens",
+    "generated": "New pages of a layer group for blocks of generated tokens only",
+}
 _REUSED = {"reused_full_blocks": "full", "reused_partial_blocks": "partial"}
+_RESULTS = {"aligned_hits": "hit_aligned", "unaligned_hits": "hit_unaligned", "misses": "miss"}
 _ELSEWHERE = frozenset({"prompt_tokens", "cached_tokens"})
 """The engine has these already, as it counts them."""
 
@@ -69,6 +80,7 @@ class CacheCollector(Collector):
         if report is not None:
             yield from _tiers(report)
             yield from _flows(report)
+            yield from _uses(report)
             yield from _counters(report)
 
 
@@ -101,6 +113,34 @@ def _flows(report: CacheReport) -> Iterable[Metric]:
         for flow in report.flows:
             family.add_metric((flow.tier, str(flow.group)), getattr(flow, name))
         yield family
+    for name in _FLOW_BYTES:
+        text = _FLOWS[name].replace("Pages", "Bytes of pages", 1)
+        family = CounterMetricFamily(f"kvmesh_cache_tier_{name}_bytes", text, labels=("tier", "group"))
+        for flow in report.flows:
+            family.add_metric((flow.tier, str(flow.group)), getattr(flow, f"{name}_bytes"))
+        yield family
+
+
+def _uses(report: CacheReport) -> Iterable[Metric]:
+    for name, text in _USES.items():
+        family = CounterMetricFamily(f"kvmesh_cache_group_{name}_pages", text, labels=("group",))
+        for use in report.uses:
+            family.add_metric((str(use.group),), getattr(use, name))
+        yield family
+    found = CounterMetricFamily(
+        "kvmesh_cache_state_lookups", "Prompts for which a recurrent state was looked for", labels=("group", "result")
+    )
+    tokens = CounterMetricFamily(
+        "kvmesh_cache_state_tokens", "Tokens of prompts for which a state was looked for", labels=("group", "result")
+    )
+    for use in report.uses:
+        if use.lookups:
+            group = str(use.group)
+            for result in ("aligned_hits", "unaligned_hits", "misses"):
+                found.add_metric((group, _RESULTS[result]), getattr(use, result))
+            tokens.add_metric((group, "reused"), use.reused_tokens)
+            tokens.add_metric((group, "unreused"), use.unreused_tokens)
+    yield from (found, tokens)
 
 
 def _counters(report: CacheReport) -> Iterable[Metric]:

@@ -324,6 +324,7 @@ class WorkerService(Service):
             prompt_token_ids=bytes(4),
             sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
             deadline_s=PROBE_TIMEOUT_S,
+            probe=True,
         )
         started_s = time.perf_counter()
         tokens = 0

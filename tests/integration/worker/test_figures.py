@@ -13,6 +13,7 @@ pytestmark = pytest.mark.slow
 Make = Callable[..., Any]
 PROMPT = [1000 + 37 * i for i in range(70)]
 PAGES = 3
+PAGE_BYTES = 1_474_560
 RETENTION = {
     "token_range_retention_configs": [{"token_start": 0, "token_end": 32, "priority": 90, "duration_ms": 60_000}],
     "decode_retention_priority": 5,
@@ -52,7 +53,11 @@ async def test_the_cache_s_figures(settings_of: Make, serve: Make) -> None:
             while not await evictable(worker):  # noqa: ASYNC110 - its figures of tiers are a second old at most
                 await anyio.sleep(0.05)
         assert [group for record in records for group in record["groups"]] == [
-            {"tier": "gpu", "group": 0, "reused_full": 2, "reused_partial": 1}
+            {"tier": "gpu", "group": 0, "reused_full": 2, "reused_partial": 1, "copied": 1, "copied_bytes": PAGE_BYTES}
+        ]
+        assert [use for record in records for use in record["uses"]] == [
+            {"group": 0, "allocated": 3, "new": 3, "missed": 3},
+            {"group": 0, "allocated": 1, "reused_full": 2, "reused_partial": 1},
         ]
 
         found = await metrics(worker)
@@ -63,6 +68,31 @@ async def test_the_cache_s_figures(settings_of: Make, serve: Make) -> None:
         assert found['kvmesh_cache_reused_blocks_total{match="partial"}'] == 1
         assert found["kvmesh_cache_missed_blocks_total"] == PAGES
         assert found["kvmesh_engine_cached_tokens_total"] == 69
+
+
+async def test_health_probes_are_in_no_statistics(settings_of: Make, serve: Make) -> None:
+    """§3.10: excluded caches never count; nor do they leave anything that could be reused."""
+    async with serve(settings_of("both", iteration_stats_interval=1)) as (worker,):
+        for _ in range(2):
+            assert (await worker.get("/health_generate"))["tokens"] == 1
+        status, answer = await worker.complete([0] * 5, max_tokens=1)
+        assert status == 200, answer
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "a probe is four zeros"
+        stats = await worker.wait_stats("the request is counted", generated_tokens_total=1, running=0)
+        assert (stats["prompt_tokens_total"], stats["prefilled_tokens_total"]) == (5, 5)
+        counters = {name: value for name, value in stats["cache"]["counters"].items() if value}
+        assert counters == {
+            "prompt_tokens": 5,
+            "missed_blocks": 1,
+            "allocated_pages": 1,
+            "new_pages": 1,
+            "stored_blocks": 1,
+        }
+        records = await worker.get("/iteration_stats")
+        told = [(record["prompt_tokens"], record["generated_tokens"], record["uses"]) for record in records]
+        assert [one for one in told if one != (0, 0, [])] == [
+            (5, 1, [{"group": 0, "allocated": 1, "new": 1, "missed": 1}])
+        ]
 
 
 async def test_pins_of_an_offer_have_an_age(settings_of: Make, serve: Make) -> None:

@@ -347,8 +347,13 @@ def test_suspend_holds_pages(make_manager) -> None:
         cache.commit(ids(1))
     other.close()
     assert cache.resume()
+    assert (manager.stats().counters.suspended, manager.stats().counters.resumed) == (1, 0), "§3.10: no step yet"
+    cache.suspend()
+    assert cache.resume()
+    cache.note_step()
     assert manager.stats().counters.resumed == manager.stats().counters.suspended == 1
     cache.suspend()
+    assert manager.stats().counters.suspended == 2
     cache.close()
     assert manager.stats().evictable == 2
 

@@ -121,6 +121,7 @@ def test_scratch_slots_do_not_count_as_allocated(make_manager) -> None:
     cache = manager.create(NO_SCOPE, np.arange(64, dtype=np.int32), "r")
     assert cache.resume()
     assert cache.resize(64, 0)
+    cache.note_step()
     assert manager.stats().counters.allocated_pages == 2
     cache.close()
 

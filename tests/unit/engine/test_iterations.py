@@ -12,15 +12,18 @@ from hypothesis import strategies as st
 from kvmesh.cache.flows import GroupFlows
 from kvmesh.cache.pages import PageCounts
 from kvmesh.cache.stats import CacheCounters, CacheStats, GroupPages, LevelStats
-from kvmesh.engine.cache_report import Pin, counters_of, flows_of, pages_by_age, tiers_of
+from kvmesh.cache.tallies import GroupTally
+from kvmesh.engine.cache_report import Pin, counters_of, flows_of, pages_by_age, tiers_of, uses_of
 from kvmesh.engine.counters import EngineCounters
 from kvmesh.engine.iterations import IterationLog
 from kvmesh.net.clock import ManualClock
 from kvmesh.protocol.cache_report import GroupFlows as GroupReportFlows
-from kvmesh.protocol.cache_report import IterationRecord
+from kvmesh.protocol.cache_report import GroupUse, IterationRecord
 from kvmesh.protocol.engine import EngineStats, FromEngine, IterationRecords
 
 TIERS = ("gpu", "host")
+PAGE_BYTES = (4096, 512)
+"""By layer group."""
 
 
 def pool(total: int, free: int, evictable: int) -> PageCounts:
@@ -31,12 +34,12 @@ def pool(total: int, free: int, evictable: int) -> PageCounts:
 
 def cache(*pools: PageCounts, **counters: int) -> CacheStats:
     empty = dict.fromkeys(CacheStats._fields, 0)
-    return CacheStats(**{**empty, "flows": (), "pools": pools, "counters": CacheCounters(**counters)})  # type: ignore[arg-type]
+    return CacheStats(**{**empty, "flows": (), "tallies": (), "pools": pools, "counters": CacheCounters(**counters)})  # type: ignore[arg-type]
 
 
 def log_of(interval: int, growth: list[dict[str, int]]) -> list[IterationRecord]:
     """The records of iterations in which the cache's counters grow as told."""
-    log = IterationLog(interval, TIERS, ManualClock(5.0))
+    log = IterationLog(interval, TIERS, PAGE_BYTES, ManualClock(5.0))
     counters = CacheCounters()
     for iteration, grown in enumerate(growth, start=1):
         for name, value in grown.items():
@@ -57,7 +60,7 @@ def test_deltas_accumulate_over_the_gap() -> None:
 
 
 def test_an_unfinished_interval_is_told_with_its_last_iteration() -> None:
-    log = IterationLog(3, TIERS, ManualClock())
+    log = IterationLog(3, TIERS, PAGE_BYTES, ManualClock())
     for iteration in (1, 2):
         log.note(cache(reused_full_blocks=iteration), EngineCounters(iteration), running=0, waiting=0)
         assert log.take() == []
@@ -84,7 +87,7 @@ def test_every_record_counts_from_the_one_before() -> None:
 
 
 def test_tokens_of_the_engine() -> None:
-    log = IterationLog(2, TIERS, ManualClock())
+    log = IterationLog(2, TIERS, PAGE_BYTES, ManualClock())
     for iteration in range(1, 5):
         counters = EngineCounters(iteration, prompt_tokens=10 * iteration, generated_tokens=iteration)
         log.note(cache(), counters, running=0, waiting=0)
@@ -93,7 +96,7 @@ def test_tokens_of_the_engine() -> None:
 
 def test_what_happened_to_pages_by_tier_and_layer_group() -> None:
     """§3.10: per iteration and life cycle."""
-    log = IterationLog(1, TIERS, ManualClock())
+    log = IterationLog(1, TIERS, PAGE_BYTES, ManualClock())
     states = [
         (GroupFlows(0, 0, reused_full=3), GroupFlows(0, 1), GroupFlows(1, 0), GroupFlows(1, 1)),
         (GroupFlows(0, 0, reused_full=5), GroupFlows(0, 1), GroupFlows(1, 0), GroupFlows(1, 1, offloaded=4)),
@@ -105,21 +108,45 @@ def test_what_happened_to_pages_by_tier_and_layer_group() -> None:
         [GroupReportFlows(tier="gpu", group=0, reused_full=3)],
         [
             GroupReportFlows(tier="gpu", group=0, reused_full=2),
-            GroupReportFlows(tier="host", group=1, offloaded=4),
+            GroupReportFlows(tier="host", group=1, offloaded=4, offloaded_bytes=4 * 512),
         ],
         [],
     ]
-    assert flows_of(states[1], TIERS) == (
+    assert flows_of(states[1], TIERS, PAGE_BYTES) == (
         GroupReportFlows(tier="gpu", group=0, reused_full=5),
         GroupReportFlows(tier="gpu", group=1),
         GroupReportFlows(tier="host", group=0),
-        GroupReportFlows(tier="host", group=1, offloaded=4),
+        GroupReportFlows(tier="host", group=1, offloaded=4, offloaded_bytes=4 * 512),
+    )
+
+
+def test_what_sequences_were_given_by_layer_group() -> None:
+    """§3.10: per iteration and life cycle; a group of which nothing is to be told is left out."""
+    log = IterationLog(1, TIERS, PAGE_BYTES, ManualClock())
+    states = [
+        (GroupTally(0, allocated=3, new=2, missed=2, reused_partial=1), GroupTally(1)),
+        (GroupTally(0, allocated=3, new=2, missed=2, reused_partial=1), GroupTally(1, lookups=1, misses=1)),
+        (
+            GroupTally(0, allocated=5, new=4, missed=2, generated=2, reused_partial=1),
+            GroupTally(1, lookups=1, misses=1),
+        ),
+    ]
+    for iteration, tallies in enumerate(states, start=1):
+        log.note(cache()._replace(tallies=tallies), EngineCounters(iteration), running=0, waiting=0)
+    assert [one.uses for one in log.take()] == [
+        [GroupUse(group=0, allocated=3, new=2, missed=2, reused_partial=1)],
+        [GroupUse(group=1, lookups=1, misses=1)],
+        [GroupUse(group=0, allocated=2, new=2, generated=2)],
+    ]
+    assert uses_of(states[0]) == (
+        GroupUse(group=0, allocated=3, new=2, missed=2, reused_partial=1),
+        GroupUse(group=1),
     )
 
 
 def test_peaks_are_of_each_record_alone() -> None:
     """§3.10: peak available, unavailable and evictable per pool group, reset on read."""
-    log = IterationLog(2, TIERS, ManualClock())
+    log = IterationLog(2, TIERS, PAGE_BYTES, ManualClock())
     states = [(pool(10, 10, 0), pool(4, 0, 1)), (pool(10, 2, 5), pool(4, 4, 0)), (pool(10, 1, 0), pool(4, 2, 2))]
     for iteration, pools in enumerate([*states, states[-1]], start=1):
         log.note(cache(*pools), EngineCounters(iteration), running=0, waiting=0)

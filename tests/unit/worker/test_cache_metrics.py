@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvmesh.cache.stats import CacheCounters
 from kvmesh.engine.cache_report import counters_of
-from kvmesh.protocol.cache_report import CacheReport, GroupFlows, GroupReport, TierReport
+from kvmesh.protocol.cache_report import CacheReport, GroupFlows, GroupReport, GroupUse, TierReport
 from kvmesh.telemetry.metrics import Metrics
 from kvmesh.worker.cache_metrics import CacheCollector
 
@@ -24,7 +24,13 @@ REPORT = CacheReport(
     ),
     flows=(
         GroupFlows(tier="gpu", group=1, reused_full=7, dropped=3),
-        GroupFlows(tier="host", group=1, offloaded=12, onboarded=2, damaged=1),
+        GroupFlows(tier="host", group=1, offloaded=12, offloaded_bytes=48, onboarded=2, damaged=1),
+    ),
+    uses=(
+        GroupUse(group=0, allocated=9, new=8, missed=5, generated=3, reused_full=2, reused_partial=1),
+        GroupUse(
+            group=1, lookups=5, hits=3, misses=2, reused_tokens=40, unreused_tokens=60, aligned_hits=2, unaligned_hits=1
+        ),
     ),
     pinned_pages_by_age=(4, 0, 1, 2),
     counters=counters_of(
@@ -56,8 +62,26 @@ def test_hits_and_moves_by_tier_and_group() -> None:
     assert found['kvmesh_cache_tier_reused_full_pages_total{group="1",tier="gpu"}'] == "7.0"
     assert found['kvmesh_cache_tier_dropped_pages_total{group="1",tier="gpu"}'] == "3.0"
     assert found['kvmesh_cache_tier_offloaded_pages_total{group="1",tier="host"}'] == "12.0"
+    assert found['kvmesh_cache_tier_offloaded_bytes_total{group="1",tier="host"}'] == "48.0"
     assert found['kvmesh_cache_tier_onboarded_pages_total{group="1",tier="host"}'] == "2.0"
     assert found['kvmesh_cache_tier_damaged_pages_total{group="1",tier="host"}'] == "1.0"
+
+
+def test_what_sequences_were_given_by_group() -> None:
+    """§3.10: allocated, new, missed, generated; lookups of states."""
+    found = samples(REPORT)
+    given = {name: found[f'kvmesh_cache_group_{name}_pages_total{{group="0"}}'] for name in ("allocated", "new")}
+    assert given == {"allocated": "9.0", "new": "8.0"}
+    assert found['kvmesh_cache_group_missed_pages_total{group="0"}'] == "5.0"
+    assert found['kvmesh_cache_group_generated_pages_total{group="0"}'] == "3.0"
+    states = {name: value for name, value in found.items() if name.startswith("kvmesh_cache_state")}
+    assert states == {
+        'kvmesh_cache_state_lookups_total{group="1",result="hit_aligned"}': "2.0",
+        'kvmesh_cache_state_lookups_total{group="1",result="hit_unaligned"}': "1.0",
+        'kvmesh_cache_state_lookups_total{group="1",result="miss"}': "2.0",
+        'kvmesh_cache_state_tokens_total{group="1",result="reused"}': "40.0",
+        'kvmesh_cache_state_tokens_total{group="1",result="unreused"}': "60.0",
+    }
 
 
 def test_pins_by_age() -> None:

@@ -5,9 +5,9 @@ Implements :class:`kvmesh.cache.base.CacheManager`, so that the engine drives ei
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from kvmesh.cache.layout import PageLayout
 from kvmesh.cache.pages import PageCounts
 from kvmesh.cache.retention import validate
 from kvmesh.cache.stats import CacheCounters, CacheStats, LevelStats
+from kvmesh.cache.tallies import SequenceTally
 from kvmesh.cache.v1.block import DEVICE, Block
 from kvmesh.cache.v1.index import BlockIndex
 from kvmesh.cache.v1.integrity import check_blocks
@@ -137,6 +138,7 @@ class V1CacheManager:
         reuse: bool = True,
         prompt_length: int | None = None,
         reuse_limit: int | None = None,
+        counted: bool = True,
     ) -> V1Sequence:
         """See :class:`~kvmesh.cache.base.CacheManager`; ``conversation_id`` has no effect, for V1 has one policy.
 
@@ -163,9 +165,10 @@ class V1CacheManager:
             match=found,
             retention=retention,
             storing=reuse,
+            tally=SequenceTally(counted=counted),
         )
         self._sequences.add(sequence)
-        sequence.on_start = partial(self._count_start, len(token_ids), found.num_tokens, self._matched_levels(sequence))
+        self._note_creation(sequence, len(token_ids))
         return sequence
 
     def prefetch(
@@ -225,8 +228,9 @@ class V1CacheManager:
             open_leases=len(self._leases),
             cached_blocks=max(self.index.num_offered),
             pools=pools,
-            counters=replace(self.counters),
+            counters=replace(self.counters, **self.usage.tallies.totals()._asdict()),
             flows=self.usage.flows.snapshot(),
+            tallies=self.usage.tallies.snapshot(),
         )
 
     def level_stats(self) -> list[LevelStats]:
@@ -269,17 +273,12 @@ class V1CacheManager:
             partial=self.settings.enable_partial_reuse,
         )
 
-    def _matched_levels(self, sequence: V1Sequence) -> list[tuple[list[int], list[int]]]:
-        """By layer group, where the whole blocks are, and the one whose beginning is used."""
-        return [
-            ([block.level for block in view.live()], [] if view.tail is None else [view.tail.level])
-            for view in sequence.views
-        ]
-
-    def _count_start(self, prompt_length: int, cached: int, levels: list[tuple[list[int], list[int]]]) -> None:
-        self.counters.note_prompt(prompt_length, cached, self.layout.tokens_per_block)
-        for group, (whole, tail) in enumerate(levels):
-            for level in whole:
-                self.usage.flows.add("reused_full", level, group, 1)
-            for level in tail:
-                self.usage.flows.add("reused_partial", level, group, 1)
+    def _note_creation(self, sequence: V1Sequence, prompt_tokens: int) -> None:
+        """Tell a new sequence's tally what was found for it."""
+        tally, totals = sequence.tally, self.usage.tallies
+        tally.tell(totals.created, prompt_tokens, sequence.num_cached_tokens)
+        for view in sequence.views:
+            for level, full in Counter(block.level for block in view.live()).items():
+                tally.tell(totals.found, view.group, level, full, 0)
+            if view.tail is not None:
+                tally.tell(totals.found, view.group, view.tail.level, 0, 1)

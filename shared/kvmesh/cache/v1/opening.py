@@ -8,6 +8,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from kvmesh.cache.tallies import SequenceTally
 from kvmesh.cache.v1.block import HOST, Block
 from kvmesh.cache.v1.index import BlockIndex
 from kvmesh.cache.v1.tiers import BlockTiers
@@ -53,7 +54,11 @@ class Opening:
         return self._copy_on_partial_reuse or not (block.users or block.node.children)
 
     def open(
-        self, views: Sequence[GroupView], priorities: NDArray[np.uint8], durations_s: NDArray[np.float64]
+        self,
+        views: Sequence[GroupView],
+        priorities: NDArray[np.uint8],
+        durations_s: NDArray[np.float64],
+        tally: SequenceTally,
     ) -> Opened:
         """Bring everything that ``views`` hold to the device and lock it.
 
@@ -61,6 +66,7 @@ class Opening:
             views: of one sequence; a partially matched block becomes, or is copied into, one more block of each.
             priorities: uint8 ``[1]``, of that block.
             durations_s: float64 ``[1]``, of that block.
+            tally: of the sequence; told of copies when all is ready.
         """
         tails = [(view, view.tail) for view in views if view.tail is not None]
         claimed = [tail for _, tail in tails if self._may_claim(tail)]
@@ -85,8 +91,9 @@ class Opening:
         for block in claimed:
             self._index.claim(block)
             self._index.set_priority(block, int(priorities[0]), float(durations_s[0]))
-        for _, tail in copied:
+        for view, tail in copied:
             self._usage.unhold(tail)
+            tally.tell(self._usage.tallies.given_one, view.group, True)
         for view, tail in tails:
             view.append([copies.get(view.group, tail)])
             view.tail = None

@@ -5,7 +5,6 @@ It is created holding what the trees have of its prompt, resumed once, and from 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from kvmesh.cache.base import Scratch
 from kvmesh.cache.errors import CacheStateError
 from kvmesh.cache.retention import block_priorities, touched_blocks
+from kvmesh.cache.tallies import SequenceTally
 from kvmesh.cache.v1.block import Block
 from kvmesh.cache.v1.lease import BlockLease
 from kvmesh.cache.v1.match import Match
@@ -45,6 +45,7 @@ class V1Sequence:
         scope: where its blocks may be reused.
         num_cached_tokens: leading tokens whose KV was found at creation; always less than the prompt's length.
         views: its blocks by layer group.
+        tally: its part of the statistics.
     """
 
     def __init__(
@@ -59,9 +60,11 @@ class V1Sequence:
         match: Match,
         retention: RetentionConfig | None,
         storing: bool,
+        tally: SequenceTally,
     ) -> None:
         self.request_id = request_id
         self.scope = scope
+        self.tally = tally
         self.num_cached_tokens = match.num_tokens
         self._manager = manager
         self._usage, self._index, self._tiers = manager.usage, manager.index, manager.tiering
@@ -74,8 +77,6 @@ class V1Sequence:
         self._tokens = SequenceTokens(scope, token_ids, keys, self._block_tokens)
         self._capacity = self._history = self._committed = match.num_tokens
         self._num_stored = match.num_tokens // self._block_tokens
-        self.on_start: Callable[[], None] | None = None
-        """Called when it first gets pages of its own: what was created in vain is not counted (semantics §3.10)."""
         self.views = [self._view(group, match, storing) for group in range(len(manager.layout.groups))]
         for block in self.used():
             self._usage.hold(block)
@@ -132,7 +133,7 @@ class V1Sequence:
         if self._lost:
             return False
         priorities, durations_s = self._priorities(self.num_blocks, self.num_blocks + 1)
-        opened = self._opening.open(self.views, priorities, durations_s)
+        opened = self._opening.open(self.views, priorities, durations_s, self.tally)
         self._lost = opened is Opened.DAMAGED
         if opened is not Opened.READY:
             return False
@@ -180,15 +181,14 @@ class V1Sequence:
             for view, begin in zip(self.views, new_from, strict=True):
                 needs[self._usage.pool_of_group[view.group]] += max(wanted - begin, 0)
             assert self._tiers.reserve(needs)
+            generated = max(0, wanted - max(present, -(-self._prompt_length // self._block_tokens)))
             for view, begin in zip(self.views, new_from, strict=True):
                 self._grow(view, min(begin, wanted), wanted)
+                self.tally.tell(self._usage.tallies.given, view.group, max(wanted - begin, 0), generated)
         else:
             for view in self.views:
                 for block in view.cut(wanted):
                     self._usage.unlock(block)
-        if self.on_start is not None:
-            self.on_start()
-            self.on_start = None
         return True
 
     def commit(self, token_ids: TokenIds) -> None:
@@ -212,11 +212,16 @@ class V1Sequence:
             raise ValueError(f"{self.request_id}: {end} tokens committed with a capacity of {self._capacity}")
         if self._any_quarantined(self._committed // self._block_tokens):
             raise CacheStateError(f"{self.request_id}: commit of quarantined pages")
+        self.tally.count()
         self._tokens.write(self._committed, token_ids)
         self._committed = end
         self._history = max(self._history, end)
         self._store_full_blocks()
         self._pass_windows()
+
+    def note_step(self) -> None:
+        """See :class:`~kvmesh.cache.base.SequenceCache`."""
+        self.tally.count()
 
     def stop_committing(self) -> None:
         """No more commits will come: the trailing partial block becomes reusable, too. Calling it again does nothing.

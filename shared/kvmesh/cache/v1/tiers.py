@@ -83,7 +83,6 @@ class BlockTiers:
     def take(self, group: int, priorities: NDArray[np.uint8], durations_s: NDArray[np.float64]) -> list[Block]:
         """New private blocks for which room was reserved, locked once, one for each of the priorities."""
         slots = self._usage.pools[self._usage.pool_of_group[group]][DEVICE].free.take(len(priorities))
-        self._counters.allocated_pages += len(slots)
         return [
             self._usage.new_block(group, *facts)
             for facts in zip(slots.tolist(), priorities.tolist(), durations_s.tolist(), strict=True)
@@ -105,6 +104,7 @@ class BlockTiers:
         elif not self._memory.move(pool, HOST, slots_of([source]), DEVICE, slots_of([target])).all():
             self._index.damage(source)
             return False
+        self._usage.flows.add("copied", source.level, source.group, 1)
         self._counters.copied_pages += 1
         return True
 

@@ -21,6 +21,7 @@ from kvmesh.cache.errors import CacheIntegrityError
 from kvmesh.cache.flows import PageFlows
 from kvmesh.cache.freelist import FreeList
 from kvmesh.cache.layout import PageLayout
+from kvmesh.cache.tallies import Tallies
 from kvmesh.cache.v1.block import DEVICE, Block, BlockState
 from kvmesh.cache.v1.queue import BlockQueue
 
@@ -66,6 +67,8 @@ class BlockUsage:
         self.num_levels = len(num_pages)
         self.flows = PageFlows(len(num_pages), len(layout.groups))
         """What happened to blocks, by level and layer group."""
+        self.tallies = Tallies(len(layout.groups), self.flows)
+        """What sequences found and were given, by layer group."""
         self.quarantined = 0
         """Blocks that may still be written, over all pools; commits look only when there are any."""
         self._now_s = now_s
