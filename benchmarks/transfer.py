@@ -1,16 +1,20 @@
 """Moves a prompt's pages between two processes and compares with memcpy of as many bytes in the same run.
 
-For every way (shared memory, TCP, NIXL) and page size: scattered pages, checksums off and on, through the whole session
-layer (ticket, control round trip, move, acknowledgement). Each transfer is timed between two plain copies of the same
-number of bytes, and the ratio is the median over these triples, so that a busy machine disturbs it least. Also the
-latency of a transfer of one page. The last line is one JSON object.
+For every way (shared memory, TCP, NIXL) and page size, through the whole session layer (ticket, control round trip,
+move, acknowledgement), checksums off and on: scattered pages, contiguous pages, and one page. Each transfer is timed
+between two plain copies of the same number of bytes on one thread, and the ratio is the median over rounds, so that a
+busy machine disturbs it least. On shared memory a run of the kernel that copies the pages is timed, too; what the
+session adds is small against the disturbances, so that ratio is of the fastest of each. Every page has been moved
+before: the first transfer, whose pages the system still has to provide, is told apart. Then both processes are left
+alone with no session open. The last line is one JSON object; docs/transfers.md has its keys.
 
-    python benchmarks/transfer.py [--ways memfd,tcp,nixl] [--mib 128] [--rounds 9] [--threads 1]
+    python benchmarks/transfer.py [--ways memfd,tcp,nixl] [--mib 128] [--rounds 15] [--threads 1]
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import multiprocessing
 import platform
@@ -32,7 +36,8 @@ from kvmesh.telemetry import configure_logging
 from kvmesh.transceiver import PoolMemory, Transceiver, create_transceiver
 
 WAYS = {"memfd": ("DEFAULT", "memfd"), "tcp": ("DEFAULT", "tcp"), "nixl": ("NIXL", "auto")}
-LATENCY_ROUNDS = 200
+LATENCY_ROUNDS = 500
+IDLE_S = 5.0
 PROMPT_DIGEST = bytes(32)
 """Every transfer is of the same prompt."""
 
@@ -110,34 +115,55 @@ class Engine:
         assert made is not None
         self.transceiver: Transceiver = made
         self.order = np.random.default_rng(0 if name == "context" else 1)
+        self._rest = np.empty(0, dtype=np.int32)
         self.transfers = 0
 
-    def scattered(self, count: int) -> np.ndarray:
-        """``count`` pages of the pool in random order."""
-        return self.order.permutation(self.num_pages)[:count].astype(np.int32)
+    def pages(self, kind: str) -> np.ndarray:
+        """One page, or half of the pool: ``contiguous``, or ``scattered``, then every second time the other half."""
+        if kind == "one":
+            return self.order.integers(0, self.num_pages, 1, dtype=np.int32)
+        if kind == "contiguous":
+            return np.arange(self.moving, dtype=np.int32)
+        if not len(self._rest):
+            self._rest = self.order.permutation(self.num_pages).astype(np.int32)
+        drawn, self._rest = self._rest[: self.moving], self._rest[self.moving :]
+        return drawn
+
+
+def core_percent(seconds: float) -> float:
+    """Share of one core that this process takes while it is left alone."""
+    begin_s = time.process_time()
+    time.sleep(seconds)
+    return 100 * (time.process_time() - begin_s) / seconds
 
 
 def context_process(pipe: Connection, arguments: tuple[Any, ...], threads: int) -> None:
-    """Offers what it is asked for: the number of pages goes in, a hand-off comes out."""
+    """Offers what it is asked for: a kind of pages goes in, a hand-off comes out."""
     configure_logging("context", "warning")
     ops.set_num_threads(threads)
     engine = Engine("context", *arguments)
     engine.buffer.array[:] = np.random.default_rng(0).integers(0, 256, engine.buffer.nbytes, dtype=np.uint8)
-    while (count := pipe.recv()) is not None:
+    while (kind := pipe.recv()) is not None:
         engine.transceiver.check_context_transfer_status(0)
+        if kind == "idle":
+            pipe.send(core_percent(IDLE_S))
+            continue
         engine.transfers += 1
-        tokens = count * engine.layout.tokens_per_block
-        lease = Lease(engine.scattered(count))
-        pipe.send(engine.transceiver.respond_and_send(engine.transfers, "benchmark", lease, tokens, 0, PROMPT_DIGEST))
+        pages = engine.pages(kind)
+        tokens = len(pages) * engine.layout.tokens_per_block
+        handoff = engine.transceiver.respond_and_send(
+            engine.transfers, "benchmark", Lease(pages), tokens, 0, PROMPT_DIGEST
+        )
+        pipe.send(handoff)
     engine.transceiver.shutdown()
 
 
-def move_s(engine: Engine, pipe: Connection, count: int) -> float:
+def move_s(engine: Engine, pipe: Connection, kind: str) -> float:
     """Seconds of one transfer, from the request to the acknowledged end."""
-    pipe.send(count)
+    pipe.send(kind)
     handoff = msgspec.msgpack.decode(pipe.recv(), type=HandOff)
     engine.transfers += 1
-    lease = Lease(engine.scattered(count))
+    lease = Lease(engine.pages(kind))
     start_s = time.perf_counter()
     engine.transceiver.request_and_receive(engine.transfers, "benchmark", handoff, lease, [0], PROMPT_DIGEST)
     ended = engine.transceiver.check_gen_transfer_status(1)
@@ -145,6 +171,24 @@ def move_s(engine: Engine, pipe: Connection, count: int) -> float:
     if ended.completed != [engine.transfers]:
         raise RuntimeError(f"the transfer did not complete: {ended}")
     return elapsed_s
+
+
+class Raw:
+    """The kernel that the shared-memory plane uses, on scattered pages between two pools of one process."""
+
+    def __init__(self, engine: Engine, checksums: bool) -> None:
+        self._engine = engine
+        self._source = CpuDevice(engine.buffer.nbytes).allocate(engine.buffer.nbytes)
+        self._source.array[:] = 1
+        self._copy = ops.copy_pages_checksummed if checksums else ops.copy_pages
+
+    def seconds(self) -> float:
+        """Seconds of one copy."""
+        engine = self._engine
+        to, of = (engine.order.permutation(engine.num_pages)[: engine.moving].astype(np.int32) for _ in range(2))
+        start_s = time.perf_counter()
+        self._copy(engine.buffer.address, to, self._source.address, of, engine.page_bytes)
+        return time.perf_counter() - start_s
 
 
 def memcpy_s(target: np.ndarray, source: np.ndarray) -> float:
@@ -155,7 +199,7 @@ def memcpy_s(target: np.ndarray, source: np.ndarray) -> float:
 
 
 def measure(way: str, shape: Shape, *, nbytes: int, checksums: bool, rounds: int, threads: int) -> dict[str, Any]:
-    """One row: ratio to memcpy, throughput and the latency of one page."""
+    """One row: ratios to memcpy and to the raw copy, throughput, the latency of one page, and what idling takes."""
     processes = multiprocessing.get_context("spawn")
     pipe, theirs = processes.Pipe()
     arguments = (way, shape, nbytes, checksums)
@@ -165,15 +209,25 @@ def measure(way: str, shape: Shape, *, nbytes: int, checksums: bool, rounds: int
     moved = engine.moving * engine.page_bytes
     source, target = np.ones(moved, dtype=np.uint8), np.zeros(moved, dtype=np.uint8)
     for _ in range(3):
-        move_s(engine, pipe, engine.moving)
         memcpy_s(target, source)
-    ratios, seconds = [], []
+    move_s(engine, pipe, "one")  # Pairs the two.
+    first_s = move_s(engine, pipe, "scattered")
+    move_s(engine, pipe, "scattered")
+    raw = Raw(engine, checksums) if way == "memfd" else None
+    seconds: dict[str, list[float]] = {"scattered": [], "contiguous": []}
+    ratios: dict[str, list[float]] = {"scattered": [], "contiguous": []}
+    raws: list[float] = []
     for _ in range(rounds):
-        before_s = memcpy_s(target, source)
-        took_s = move_s(engine, pipe, engine.moving)
-        ratios.append((before_s + memcpy_s(target, source)) / 2 / took_s)
-        seconds.append(took_s)
-    latencies = [move_s(engine, pipe, 1) for _ in range(LATENCY_ROUNDS)]
+        for kind, taken in seconds.items():
+            around = [memcpy_s(target, source)]
+            taken.append(move_s(engine, pipe, kind))
+            around.append(memcpy_s(target, source))
+            ratios[kind].append(statistics.mean(around) / taken[-1])
+        if raw is not None:
+            raws.append(raw.seconds())
+    latencies = [move_s(engine, pipe, "one") for _ in range(LATENCY_ROUNDS)]
+    pipe.send("idle")
+    idle = max(core_percent(IDLE_S), pipe.recv())
     pipe.send(None)
     context.join()
     engine.transceiver.shutdown()
@@ -183,17 +237,23 @@ def measure(way: str, shape: Shape, *, nbytes: int, checksums: bool, rounds: int
         "page_bytes": engine.page_bytes,
         "pages": engine.moving,
         "checksums": checksums,
-        "ratio_vs_memcpy": round(statistics.median(ratios), 3),
-        "gib_per_s": round(moved / statistics.median(seconds) / 2**30, 2),
+        "ratio_vs_memcpy": round(statistics.median(ratios["scattered"]), 3),
+        "contiguous_ratio_vs_memcpy": round(statistics.median(ratios["contiguous"]), 3),
+        "ratio_vs_raw_copy": round(min(raws) / min(seconds["scattered"]), 3) if raws else None,
+        "gib_per_s": round(moved / statistics.median(seconds["scattered"]) / 2**30, 2),
+        "first_transfer_gib_per_s": round(moved / first_s / 2**30, 2),
         "one_page_us_p50": round(statistics.median(latencies) * 1e6),
+        "idle_core_percent": round(idle, 2),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ways", default=",".join(WAYS), help="comma-separated: memfd, tcp, nixl")
+    has_nixl = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13"))
+    ways = [way for way in WAYS if way != "nixl" or has_nixl]
+    parser.add_argument("--ways", default=",".join(ways), help="comma-separated: memfd, tcp, nixl")
     parser.add_argument("--mib", type=int, default=128, help="bytes of one transfer, in MiB")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1, help="threads of a copy or checksum; memcpy uses one")
     options = parser.parse_args()
     configure_logging("generation", "warning")
@@ -213,19 +273,29 @@ def main() -> None:
                 rows.append(row)
                 print(
                     f"{way:6} {shape.name:8} x {row['pages']:4}  checksums {'on ' if checksums else 'off'}  "
-                    f"{row['ratio_vs_memcpy']:5.2f} of memcpy  {row['gib_per_s']:6.2f} GiB/s  "
-                    f"one page {row['one_page_us_p50']} us",
+                    f"{row['ratio_vs_memcpy']:5.2f} of memcpy (contiguous {row['contiguous_ratio_vs_memcpy']:.2f}, "
+                    f"of the raw copy {row['ratio_vs_raw_copy']})  {row['gib_per_s']:6.2f} GiB/s  "
+                    f"one page {row['one_page_us_p50']} us  idle {row['idle_core_percent']} %",
                     flush=True,
                 )
-    default = [row for row in rows if row["way"] == "memfd" and row["page"] == SHAPES[0].name]
+    default = {row["checksums"]: row for row in rows if row["way"] == "memfd" and row["page"] == SHAPES[0].name}
+
+    def told(key: str, checksums: bool) -> float | None:
+        return default[checksums][key] if default else None
+
     print(
         json.dumps(
             {
                 "benchmark": "transfer",
                 "machine": platform.machine(),
                 "threads": options.threads,
-                "scattered_ratio_vs_memcpy": default[0]["ratio_vs_memcpy"] if default else None,
-                "scattered_ratio_vs_memcpy_checksums": default[1]["ratio_vs_memcpy"] if default else None,
+                "scattered_ratio_vs_memcpy": told("ratio_vs_memcpy", checksums=False),
+                "scattered_ratio_vs_memcpy_checksums": told("ratio_vs_memcpy", checksums=True),
+                "contiguous_ratio_vs_memcpy": told("contiguous_ratio_vs_memcpy", checksums=False),
+                "scattered_ratio_vs_raw_copy": told("ratio_vs_raw_copy", checksums=False),
+                "one_page_us_p50": told("one_page_us_p50", checksums=False),
+                "one_page_us_p50_checksums": told("one_page_us_p50", checksums=True),
+                "idle_core_percent": max(row["idle_core_percent"] for row in rows),
                 "rows": rows,
             }
         )

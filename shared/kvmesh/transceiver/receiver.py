@@ -10,6 +10,8 @@ import hmac
 import itertools
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from kvmesh.net.faults import FaultInjectedError, fault_point
 from kvmesh.protocol.disagg import HandOff
 from kvmesh.protocol.transfer import CancelSession, HelloReply, Refused, RequestData, ResultAck, Ticket, TransferResult
@@ -18,7 +20,7 @@ from kvmesh.transceiver.links import Link, Links, LinkState
 from kvmesh.transceiver.local import LocalEngine
 from kvmesh.transceiver.precancel import PreCancels
 from kvmesh.transceiver.pulling import Pulling
-from kvmesh.transceiver.runs import encode_pages
+from kvmesh.transceiver.runs import encode_pages, select
 from kvmesh.transceiver.sessions import ReceiveSession
 from kvmesh.transceiver.states import ReceiveEvent, SessionState, next_receive_status
 from kvmesh.transceiver.table import SessionTable
@@ -76,7 +78,7 @@ class ReceiverSide:
             raise ValueError(f"first blocks of {len(first_block)} layer groups for a layout of {engine.num_groups}")
         pages = engine.leased_pages(lease, ticket.num_tokens)
         wanted = [ids[first:] for ids, first in zip(pages, first_block, strict=True)]
-        local = [ids[ids >= 0] for ids in wanted]
+        local = [select(ids, ids >= 0) for ids in wanted]
         session = ReceiveSession(
             transfer_id=transfer_id,
             request_id=request_id,
@@ -96,7 +98,7 @@ class ReceiverSide:
         with self.table.lock:
             self.table.add(session)
             self.table.counters.pages_reused += sum(
-                int((ids[:first] >= 0).sum()) for ids, first in zip(pages, first_block, strict=True)
+                int(np.count_nonzero(ids[:first] >= 0)) for ids, first in zip(pages, first_block, strict=True) if first
             )
             engine.plane.session_opened()
             if self._precancelled.take(transfer_id):

@@ -11,7 +11,16 @@ from numpy.typing import NDArray
 
 from kvmesh.transceiver.types import PageIds
 
-__all__ = ["MissingPageError", "PageRun", "contiguous_runs", "decode_pages", "encode_pages", "pair_pages", "slices"]
+__all__ = [
+    "MissingPageError",
+    "PageRun",
+    "contiguous_runs",
+    "decode_pages",
+    "encode_pages",
+    "pair_pages",
+    "select",
+    "slices",
+]
 
 
 _WIRE: Final = np.dtype("<i4")
@@ -58,10 +67,16 @@ def pair_pages(held: PageIds, first_block: int, wanted: PageIds) -> NDArray[np.b
             f"blocks {first_block}..{first_block + len(wanted)} are wanted but the owner holds blocks 0..{len(held)}"
         )
     moving = wanted >= 0
-    missing = np.flatnonzero(moving & (held[first_block:] < 0))
-    if len(missing):
-        raise MissingPageError(f"block {first_block + int(missing[0])} is wanted but the owner holds it no more")
+    missing = moving & (held[first_block:] < 0)
+    if np.count_nonzero(missing):
+        first_missing = first_block + int(missing.argmax())
+        raise MissingPageError(f"block {first_missing} is wanted but the owner holds it no more")
     return moving
+
+
+def select(pages: PageIds, chosen: NDArray[np.bool_]) -> PageIds:
+    """The chosen pages, contiguous; the list itself where all are chosen, as they mostly are."""
+    return pages if np.count_nonzero(chosen) == len(pages) else pages[chosen]
 
 
 def contiguous_runs(pages: PageIds) -> list[PageRun]:

@@ -15,7 +15,7 @@ from kvmesh.transceiver.local import LocalEngine
 from kvmesh.transceiver.peers import Receivers, watch_process
 from kvmesh.transceiver.planes.base import MoveJob
 from kvmesh.transceiver.precancel import PreCancels
-from kvmesh.transceiver.runs import MissingPageError, decode_pages, pair_pages
+from kvmesh.transceiver.runs import MissingPageError, decode_pages, pair_pages, select
 from kvmesh.transceiver.serving import Serving
 from kvmesh.transceiver.sessions import SendSession
 from kvmesh.transceiver.states import InvalidTransitionError, SendEvent, next_send_status
@@ -222,8 +222,8 @@ class SenderSide:
         parts = zip(session.held, request.first_block, map(decode_pages, request.dst_pages), strict=True)
         for group, (held, first, wanted) in enumerate(parts):
             moving = pair_pages(held, first, wanted)
-            local.append(held[first:][moving])
-            remote.append(wanted[moving])
+            local.append(select(held[first:], moving))
+            remote.append(select(wanted, moving))
             session.num_pages += len(local[-1])
             session.num_bytes += len(local[-1]) * self._engine.page_bytes(group)
         return MoveJob(

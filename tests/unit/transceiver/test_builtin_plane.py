@@ -16,7 +16,7 @@ from kvmesh.cache.device import CpuDevice, DeviceBuffer
 from kvmesh.net.faults import injected
 from kvmesh.transceiver.integrity import PageChecksums, checksum_difference
 from kvmesh.transceiver.planes.base import MoveControl, MoveJob, MoveStoppedError, PlaneError
-from kvmesh.transceiver.planes.builtin import BuiltinPlane
+from kvmesh.transceiver.planes.builtin import QUICK_BYTES, BuiltinPlane
 from kvmesh.transceiver.planes.builtin_memfd import MemfdDescriptor
 from kvmesh.transceiver.types import PeerKey, PoolMemory
 
@@ -135,6 +135,15 @@ def test_what_is_copied_from_another_page_is_told(make_end: Callable[..., End], 
     receiver.plane.move(OWNER, job(owner, LOCAL, [ids(8, 9, 4), *REMOTE[1:]], sums=sums))
     damage = checksum_difference(sums.encoded(), owner.sums.of(REMOTE))
     assert damage == "group 0: 1 of 3 pages arrived damaged, the first at index 2"
+
+
+def test_only_a_few_pages_of_shared_memory_are_quick(make_end: Callable[..., End]) -> None:
+    owner, mapped, streamed = make_end(), make_end("memfd"), make_end("tcp")
+    for end in (mapped, streamed):
+        end.plane.attach(OWNER, owner.plane.describe())
+    assert mapped.plane.is_quick(OWNER, QUICK_BYTES)
+    assert not mapped.plane.is_quick(OWNER, QUICK_BYTES + 1)
+    assert not streamed.plane.is_quick(OWNER, 1)
 
 
 @pytest.mark.parametrize("way", ["memfd", "tcp"])

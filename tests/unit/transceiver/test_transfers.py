@@ -291,6 +291,70 @@ def test_one_side_alone_does_not_check(wire: Wire, at_context: bool, at_generati
     assert wire.receiver.poll(0).completed == [7]
 
 
+def quick(wire: Wire) -> None:
+    wire.context_plane.quick_bytes = wire.generation_plane.quick_bytes = 4 * 256
+
+
+def test_a_few_pages_move_without_another_thread(pull: Wire) -> None:
+    quick(pull)
+    with_checksums(pull, 5, 5)
+    pull.ask(7, pull.offer(7))
+    pull.deliver_to_context()
+    (ready,) = pull.to_generation
+    assert (ready.status, ready.checksums) == ("ready", Checksums(5).of([range(4)])), "in one message"
+    pull.deliver_to_generation()
+    pull.deliver_to_context()
+    assert not pull.context.workers.run()  # type: ignore[attr-defined]
+    assert not pull.generation.workers.run()  # type: ignore[attr-defined]
+    assert pull.receiver.poll(0).completed == [7]
+    assert pull.sender.poll(0).completed == [7]
+    assert pull.released(7) == (1, 1)
+
+
+def test_more_pages_are_moved_by_a_worker(pull: Wire) -> None:
+    quick(pull)
+    pull.ask(7, pull.offer(7, tokens=17), tokens=17)
+    pull.deliver_to_context()
+    assert not pull.to_generation
+    pull.pump()
+    assert pull.receiver.poll(0).completed == [7]
+
+
+def test_a_few_damaged_pages_are_not_accepted(pull: Wire) -> None:
+    quick(pull)
+    with_checksums(pull, 5, 6)
+    pull.ask(7, pull.offer(7))
+    pull.pump()
+    assert pull.receiver.poll(0).failed[0].code == "checksum_mismatch"
+    assert pull.sender.poll(0).failed[0].code == "receiver_failed"
+    assert pull.released(7) == (1, 1)
+
+
+def test_a_quick_move_that_fails_fails_both_sides(pull: Wire) -> None:
+    quick(pull)
+    pull.generation_plane.move_error = "the memory is gone"
+    pull.ask(7, pull.offer(7))
+    pull.pump()
+    assert pull.receiver.poll(0).failed == [(7, 502, "transfer_failed", "the memory is gone")]
+    assert pull.sender.poll(0).failed[0].code == "receiver_failed"
+    assert pull.released(7) == (1, 1)
+
+
+@pytest.mark.parametrize("side", ["context", "generation"])
+def test_a_cancel_before_a_quick_answer_ends_both_sides(pull: Wire, side: str) -> None:
+    quick(pull)
+    pull.ask(7, pull.offer(7))
+    if side == "generation":
+        assert pull.receiver.cancel(7)
+    else:
+        assert pull.sender.cancel(7)
+    pull.pump()
+    assert pull.receiver.poll(0).cancelled == [7]
+    assert pull.sender.poll(0).cancelled == [7]
+    assert not pull.generation_plane.moved
+    assert pull.released(7) == (1, 1)
+
+
 def test_pages_whose_checksums_never_come_are_not_accepted(wire: Wire) -> None:
     with_checksums(wire, 5, 5)
     wire.ask(7, wire.offer(7))

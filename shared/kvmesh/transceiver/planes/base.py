@@ -66,7 +66,7 @@ class PageSums(Protocol):
         """Compute those of ``local[group][part]`` from what lies there now."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class MoveJob:
     """Which pages to move: page ``local[g][i]`` here and page ``remote[g][i]`` at the peer, for every layer group."""
 

@@ -86,7 +86,8 @@ class MappedPools:
         moved = 0
         most = [max(1, SLICE_BYTES // self._pools[pool].page_bytes) for pool in pool_of_group]
         for group, pages in enumerate(job.remote):
-            if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < self._counts[pool_of_group[group]]:
+            # As unsigned numbers negative ones are large.
+            if len(pages) and int(pages.view(np.uint32).max()) >= self._counts[pool_of_group[group]]:
                 raise PlaneError(f"the owner granted pages outside its pool of group {group}")
         for group, part in slices([len(pages) for pages in job.local], most):
             job.control.checkpoint()
