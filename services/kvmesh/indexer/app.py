@@ -137,6 +137,7 @@ class IndexerService(Service):
                 tenant=body.tenant_id,
                 lora=body.lora_name,
                 salt=body.additionalsalt,
+                single_group=body.single_group,
             )
         )
         return json_response({"status": "ok"})

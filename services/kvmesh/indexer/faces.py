@@ -35,6 +35,8 @@ class RegisterBody(msgspec.Struct, kw_only=True):
     dp_rank: Rank = 0
     additionalsalt: str | None = None
     """Salt of blocks that name none; queries find them with it as ``cache_salt``."""
+    single_group: bool = False
+    """It tells one layer group only, the widest: its blocks count even if that group has a window."""
 
 
 class Unregister(msgspec.Struct, kw_only=True):

@@ -35,6 +35,8 @@ class Feed(NamedTuple):
     """Adapter of blocks that name none."""
     salt: str | None = None
     """Salt of blocks that name none."""
+    single_group: bool = False
+    """It tells one layer group only, the widest."""
 
 
 class _Running(NamedTuple):
@@ -84,7 +86,14 @@ class Feeds:
             self._end(running)
         subscriber = EventSubscriber(feed.endpoint, feed.replay_endpoint, context=self._context)
         running = self._running[feed.source] = _Running(feed, subscriber, anyio.CancelScope())
-        self._index.add(feed.source, model=feed.model, tenant=feed.tenant, lora=feed.lora, salt=feed.salt)
+        self._index.add(
+            feed.source,
+            model=feed.model,
+            tenant=feed.tenant,
+            lora=feed.lora,
+            salt=feed.salt,
+            single_group=feed.single_group,
+        )
         self._tasks.start_soon(self._run, running)
 
     def stop(self, instance_id: str, dp_rank: int | None = None) -> bool:
@@ -198,6 +207,7 @@ def _feeds_of(member: Member) -> list[Feed]:
             rank_endpoint(stream, rank),
             None if replay is None else rank_endpoint(replay, rank),
             member.epoch,
+            single_group=member.events_single_group,
         )
         for rank in range(member.dp_size)
     ]

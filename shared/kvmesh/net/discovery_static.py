@@ -48,6 +48,7 @@ class _ServerInfo(msgspec.Struct):
     transfer_backend: str | None = None
     events_endpoint: str | None = None
     replay_endpoint: str | None = None
+    events_single_group: bool = False
     disaggregated_params: _DisaggregatedInfo | None = None
 
 
@@ -153,6 +154,7 @@ class StaticMembership:
             transfer_backend=info.transfer_backend,
             events_endpoint=info.events_endpoint,
             replay_endpoint=info.replay_endpoint,
+            events_single_group=info.events_single_group,
         )
 
     def _tell(self, event: MemberEvent) -> None:

@@ -74,6 +74,8 @@ class Member(msgspec.Struct, kw_only=True):
     transfer_backend: Name | None = None
     events_endpoint: Address | None = None
     replay_endpoint: Address | None = None
+    events_single_group: bool = False
+    """Its events tell one layer group only, that with the largest window."""
     match_endpoint: Address | None = None
     """An indexer's match socket (``kvmesh.protocol.match``)."""
     started_unix_ms: Count = 0

@@ -51,6 +51,7 @@ def member_of(settings: WorkerSettings, model_name: str, ready: EngineReady, *, 
         transfer_backend=ready.transfer_backend,
         events_endpoint=ready.events_endpoint,
         replay_endpoint=ready.replay_endpoint,
+        events_single_group=ready.events_endpoint is not None,
         started_unix_ms=time.time_ns() // 1_000_000,
         pid=os.getpid(),
     )
@@ -78,6 +79,7 @@ def server_info(settings: WorkerSettings, model_name: str, ready: EngineReady, *
         "transfer_backend": ready.transfer_backend,
         "events_endpoint": ready.events_endpoint,
         "replay_endpoint": ready.replay_endpoint,
+        "events_single_group": ready.events_endpoint is not None,
         "disaggregated_params": {
             "ctx_info_endpoint": [ready.ctx_info_endpoint] if ready.ctx_info_endpoint else [],
             "ctx_dp_rank": 0,

@@ -74,7 +74,9 @@ async def _serve(service: Any, scope: anyio.CancelScope, *, task_status: Any) ->
 
 
 @asynccontextmanager
-async def member(url: str, publisher: Any, epoch: int = 1, dp_size: int = 1) -> AsyncIterator[Any]:
+async def member(
+    url: str, publisher: Any, epoch: int = 1, dp_size: int = 1, *, single_group: bool = False
+) -> AsyncIterator[Any]:
     """A worker that is a member for the length of the block; ``vanish()`` ends it without a goodbye."""
     client = CoordinatorClient(url, watch=False)
     async with anyio.create_task_group() as tasks:
@@ -89,6 +91,7 @@ async def member(url: str, publisher: Any, epoch: int = 1, dp_size: int = 1) -> 
                 dp_size=dp_size,
                 events_endpoint=publisher.endpoint,
                 replay_endpoint=publisher.replay_endpoint,
+                events_single_group=single_group,
             )
         )
         try:
@@ -151,6 +154,18 @@ async def test_a_new_epoch_begins_with_nothing(publishers: Any) -> None:
         async with member(url, second, epoch=2):
             await until(lambda: held(indexer, 2) == {"w": 1})
             assert held(indexer, 1) == {}
+
+
+@pytest.mark.parametrize("single_group", [True, False])
+async def test_windowed_blocks_count_for_members_that_say_so(publishers: Any, single_group: bool) -> None:
+    publisher = publishers()
+    windowed = msgspec.structs.replace(
+        block(1), group_idx=0, kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=64
+    )
+    publisher.publish([windowed, block(2)])
+    async with mesh() as (indexer, url, _), member(url, publisher, single_group=single_group):
+        await until(lambda: held(indexer, 2) == {"w": 1})
+        assert held(indexer, 1) == ({"w": 1} if single_group else {})
 
 
 async def test_the_coordinators_death_changes_nothing(publishers: Any) -> None:

@@ -1,4 +1,7 @@
-"""A subscriber written from the wire format alone, with nothing of KVMesh: it reads, misses, replays and is exact."""
+"""Subscribers at a real worker, one of them written from the wire format alone, with nothing of KVMesh.
+
+They read, miss, replay and are exact.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,14 @@ from typing import Any
 
 import anyio
 import msgspec
+import numpy as np
 import pytest
 import zmq
 import zmq.asyncio
+
+from kvmesh.events.index import PrefixIndex, Source
+from kvmesh.events.records import Stored
+from kvmesh.events.subscriber import Batch, EventSubscriber
 
 pytestmark = pytest.mark.slow
 
@@ -190,6 +198,36 @@ async def test_blocks_move_to_the_host_and_a_clean_stop_takes_them_all_back(
                 await subscriber.follow()
     finally:
         subscriber.close()
+
+
+async def test_a_model_with_windows_only_says_so(settings_of: Callable[..., Any], serve: Callable[..., Any]) -> None:
+    """What it tells is its widest group, and readers may count it: the index finds a prompt that was served."""
+    settings = settings_of("both", backend=None, events=True, max_attention_window=[64, 96])
+    tokens = [1000 + i for i in range(5 * BLOCK + 1)]
+    index, source = PrefixIndex(), Source("w")
+    kinds = set()
+
+    def take(item: Any) -> None:
+        if isinstance(item, Batch):
+            kinds.update(record.kind for record in item.records.records if isinstance(record, Stored))
+            index.apply(source, item.records.records)
+
+    async with serve(settings) as (worker,):
+        info = await worker.get("/server_info")
+        index.add(source, model="m", single_group=info["events_single_group"])
+        with zmq.Context() as context:
+            subscriber = EventSubscriber(info["events_endpoint"], info["replay_endpoint"], context=context)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(subscriber.run, take)
+                status, answer = await worker.complete(tokens, max_tokens=1)
+                assert status == 200, answer
+                with anyio.fail_after(20):
+                    while index.num_held(source) < 5:  # noqa: ASYNC110 - what is waited for has no event
+                        await anyio.sleep(0.01)
+                tasks.cancel_scope.cancel()
+    assert kinds == {"sliding_window"}
+    [found] = index.match(np.array(tokens, np.int32), model="m")
+    assert found.device_tokens == 5 * BLOCK
 
 
 async def check_gap(worker: Any, steady: Subscriber, forgetful: Subscriber) -> None:

@@ -71,6 +71,7 @@ class PrefixIndex:
         tenant: str = DEFAULT_TENANT,
         lora: LoraKey = None,
         salt: str | None = None,
+        single_group: bool = False,
     ) -> None:
         """Make a source known; one that is known already stays as it is, unless it now serves something else.
 
@@ -80,14 +81,16 @@ class PrefixIndex:
             tenant: whose it is.
             lora: adapter of blocks that name none.
             salt: of blocks that name none.
+            single_group: it tells one layer group only, the widest; then that group's blocks count even if the
+                group has a window.
         """
         base = Scope(model, tenant, lora, salt)
         known = self._residencies.get(source)
         if known is None:
-            self._admit(source, base)
-        elif known.base != base:
+            self._admit(source, base, single_group)
+        elif (known.base, known.single_group) != (base, single_group):
             self._retire(known)
-            self._admit(source, base)
+            self._admit(source, base, single_group)
 
     def remove(self, source: Source) -> None:
         """Forget a source and all its blocks; unknown ones are passed over."""
@@ -101,7 +104,7 @@ class PrefixIndex:
         known = self._residencies.get(source)
         if known is not None:
             self._retire(known)
-            self._admit(source, known.base)
+            self._admit(source, known.base, known.single_group)
 
     def hide(self, source: Source) -> None:
         """Leave a source out of matches, keeping its blocks: it may be gone."""
@@ -222,13 +225,13 @@ class PrefixIndex:
             parked_runs=sum(residency.num_parked for residency in self._residencies.values()),
         )
 
-    def _admit(self, source: Source, base: Scope) -> None:
+    def _admit(self, source: Source, base: Scope, single_group: bool) -> None:
         if self._free_numbers:
             number = self._free_numbers.pop()
         else:
             number = len(self._by_number)
             self._by_number.append(None)
-        residency = Residency(source, number, base, self._forest, self._counters)
+        residency = Residency(source, number, base, self._forest, self._counters, single_group=single_group)
         self._by_number[number] = self._residencies[source] = residency
         if source not in self._hidden:
             self._visible |= residency.bit

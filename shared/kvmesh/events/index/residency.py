@@ -22,6 +22,10 @@ __all__ = ["ADMITTED_KINDS", "Residency"]
 ADMITTED_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 """Groups whose blocks mean that a prefix can be reused; those of windows and recurrent states do not."""
 
+WINDOWED_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
+"""Admitted, too, of a source that tells its widest group alone: then there is none that needs more blocks, and the
+blocks of a whole leading run are a window of each."""
+
 FORGET_AT_ONCE = 1024
 """Blocks looked at in one go when the memory bound is reached; a millisecond."""
 
@@ -39,15 +43,27 @@ class Residency:
         source: whose blocks these are.
         number: of its bit.
         base: scope of blocks that name no adapter and no salt.
+        single_group: it tells one layer group only, the widest.
         forest: the trees to put the bit into.
         statistics: counters shared by the whole index.
     """
 
-    def __init__(self, source: Source, number: int, base: Scope, forest: Forest, statistics: IndexStatistics) -> None:
+    def __init__(
+        self,
+        source: Source,
+        number: int,
+        base: Scope,
+        forest: Forest,
+        statistics: IndexStatistics,
+        *,
+        single_group: bool = False,
+    ) -> None:
         self.source = source
         self.number = number
         self.bit = 1 << number
         self.base = base
+        self.single_group = single_group
+        self._admitted = ADMITTED_KINDS | WINDOWED_KINDS if single_group else ADMITTED_KINDS
         self._forest = forest
         self._statistics = statistics
         self._held: dict[Tier, dict[int, Node]] = {tier: {} for tier in Tier}
@@ -88,7 +104,7 @@ class Residency:
     def _store(self, record: Stored) -> bool:
         """Whether the blocks have found their place."""
         statistics = self._statistics
-        if record.kind not in ADMITTED_KINDS:
+        if record.kind not in self._admitted:
             if record.group is not None:
                 self._ignored_groups.add(record.group)
             statistics.ignored_group_blocks_total += len(record.hashes)
