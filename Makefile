@@ -24,7 +24,7 @@ NATIVE := $(shell find gpu_kernels -name '*.cpp' -o -name '*.cc' -o -name '*.c' 
 	-o -name '*.hpp' -o -name '*.cuh')
 INSTALLED_FROM := pyproject.toml constraints.txt hatch_build.py gpu_kernels/kvmesh/kernels/build.py $(NATIVE)
 
-.PHONY: help up down test soak-cache lint bench clean venv check
+.PHONY: help up down test soak-cache soak-modes lint bench clean venv check
 
 help: ## Show this help
 	@echo "Targets:"
@@ -49,6 +49,9 @@ test: $(VENV)/.dev ## Set up and run the tests
 
 soak-cache: $(VENV)/.dev ## Run the random test of the KV cache, a million steps instead of 20 000
 	@KVMESH_SOAK=50 $(BIN)/python -m pytest tests/unit/cache/test_model.py $(ARGS)
+
+soak-modes: $(VENV)/.dev ## Run every mode of the KV cache on every architecture instead of on one
+	@KVMESH_SOAK=3 $(BIN)/python -m pytest tests/integration/engine/cache $(ARGS)
 
 lint: $(VENV)/.dev ## Check style and types
 	@$(BIN)/ruff check .
