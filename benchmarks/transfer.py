@@ -3,10 +3,10 @@
 For every way (shared memory, TCP, NIXL) and page size, through the whole session layer (ticket, control round trip,
 move, acknowledgement), checksums off and on: scattered pages, contiguous pages, and one page. Each transfer is timed
 between two plain copies of the same number of bytes on one thread, and the ratio is the median over rounds, so that a
-busy machine disturbs it least. On shared memory a run of the kernel that copies the pages is timed, too; what the
-session adds is small against the disturbances, so that ratio is of the fastest of each. Every page has been moved
-before: the first transfer, whose pages the system still has to provide, is told apart. Then both processes are left
-alone with no session open. The last line is one JSON object; docs/transfers.md has its keys.
+busy machine disturbs it least. On shared memory the kernel that copies the pages runs alone, too; what the session adds
+is small against the disturbances of wall time, so that ratio is of processor time. Every page has been moved before:
+the first transfer, whose pages the system still has to provide, is told apart. Then both processes are left alone with
+no session open. The last line is one JSON object; docs/transfers.md has its keys.
 
     python benchmarks/transfer.py [--ways memfd,tcp,nixl] [--mib 128] [--rounds 15] [--threads 1]
 """
@@ -182,13 +182,13 @@ class Raw:
         self._source.array[:] = 1
         self._copy = ops.copy_pages_checksummed if checksums else ops.copy_pages
 
-    def seconds(self) -> float:
-        """Seconds of one copy."""
+    def cpu_s(self) -> float:
+        """Processor seconds of one copy."""
         engine = self._engine
         to, of = (engine.order.permutation(engine.num_pages)[: engine.moving].astype(np.int32) for _ in range(2))
-        start_s = time.perf_counter()
+        start_s = time.thread_time()
         self._copy(engine.buffer.address, to, self._source.address, of, engine.page_bytes)
-        return time.perf_counter() - start_s
+        return time.thread_time() - start_s
 
 
 def memcpy_s(target: np.ndarray, source: np.ndarray) -> float:
@@ -220,11 +220,13 @@ def measure(way: str, shape: Shape, *, nbytes: int, checksums: bool, rounds: int
     for _ in range(rounds):
         for kind, taken in seconds.items():
             around = [memcpy_s(target, source)]
+            begin_cpu_s = time.process_time()
             taken.append(move_s(engine, pipe, kind))
+            used_s = time.process_time() - begin_cpu_s
             around.append(memcpy_s(target, source))
             ratios[kind].append(statistics.mean(around) / taken[-1])
-        if raw is not None:
-            raws.append(raw.seconds())
+            if raw is not None and kind == "scattered":
+                raws.append(raw.cpu_s() / used_s)
     latencies = [move_s(engine, pipe, "one") for _ in range(LATENCY_ROUNDS)]
     pipe.send("idle")
     idle = max(core_percent(IDLE_S), pipe.recv())
@@ -239,7 +241,7 @@ def measure(way: str, shape: Shape, *, nbytes: int, checksums: bool, rounds: int
         "checksums": checksums,
         "ratio_vs_memcpy": round(statistics.median(ratios["scattered"]), 3),
         "contiguous_ratio_vs_memcpy": round(statistics.median(ratios["contiguous"]), 3),
-        "ratio_vs_raw_copy": round(min(raws) / min(seconds["scattered"]), 3) if raws else None,
+        "ratio_vs_raw_copy": round(statistics.median(raws), 3) if raws else None,
         "gib_per_s": round(moved / statistics.median(seconds["scattered"]) / 2**30, 2),
         "first_transfer_gib_per_s": round(moved / first_s / 2**30, 2),
         "one_page_us_p50": round(statistics.median(latencies) * 1e6),

@@ -4,7 +4,7 @@ The path of one transfer, and the module that each step lives in:
 
 1. The owner opens a send session over a page lease and signs a ticket (``sender``, ``tickets``).
 2. The receiver opens a receive session; the first one for an owner introduces itself (``receiver``, ``links``,
-   ``handshake``) over the control sockets (``control``).
+   ``handshake``) over the control connections (``control``, ``connection``).
 3. It presents the ticket and asks for the blocks that it lacks; the owner checks and grants them, or writes them
    (``sender``, ``serving``).
 4. A data plane moves the bytes (``planes``): the receiver reads (built-in) or the owner writes (NIXL).

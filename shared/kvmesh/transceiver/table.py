@@ -214,8 +214,9 @@ class SessionTable(Generic[S]):
         else:
             counters.cancelled += 1
         self._record(session, outcome, reason=reason)
-        self._on_ended(session)
+        # First, so that the executor wakes while the rest is said to the peer.
         self.notify()
+        self._on_ended(session)
 
     def _record(
         self, session: S, state: TransferState, *, reason: str = "", deadline_unix_ms: int | None = None

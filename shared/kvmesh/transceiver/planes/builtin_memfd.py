@@ -24,7 +24,7 @@ from kvmesh.transceiver.types import PoolMemory
 
 __all__ = ["MappedPools", "MemfdDescriptor", "SharedPool", "describe_pools"]
 
-SLICE_BYTES: Final = 8 << 20
+SLICE_BYTES: Final = 32 << 20
 """A stop is noticed between slices: a few milliseconds of copying, long against the cost of a call."""
 
 
