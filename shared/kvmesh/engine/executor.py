@@ -5,6 +5,7 @@ An iteration never waits; :mod:`kvmesh.engine.loop` does, in between.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kvmesh.engine.computing import ModelRunner, compute
@@ -38,6 +39,10 @@ from kvmesh.telemetry import get_logger
 __all__ = ["Executor", "StepOutcome"]
 
 _log = get_logger("engine.executor")
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""
 
 
 class StepOutcome(NamedTuple):
@@ -91,6 +96,8 @@ class Executor:
         self._live: dict[str, Sequence] = {}
         self._deadlines = Deadlines()
         self.counters = EngineCounters()
+        self.on_planned: Callable[[], None] = _nothing
+        """Called when a step has its pages, before it is computed."""
 
     @property
     def num_live(self) -> int:
@@ -157,6 +164,8 @@ class Executor:
         self._upkeep.before_step(self.counters.iteration, self._clock.monotonic_s())
         plan = self._scheduler.schedule()
         self._note(plan)
+        if plan.chunks:
+            self.on_planned()
         for seq in plan.receiving:
             self._start_receiving(seq)
         if plan.chunks:

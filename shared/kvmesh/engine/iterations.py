@@ -46,9 +46,9 @@ class IterationLog:
         return len(self._records)
 
     def note(self, cache: CacheStats, engine: EngineCounters, *, running: int, waiting: int) -> None:
-        """An iteration that computed has ended with these numbers."""
+        """An iteration that computed has ended with these numbers; it counts for the peaks, too."""
         self._iterations += 1
-        self._note_peaks(cache)
+        self.note_peaks(cache)
         if self._iterations == self._interval:
             self._records.append(self._record(cache, engine, running, waiting))
 
@@ -57,7 +57,8 @@ class IterationLog:
         records, self._records = self._records, []
         return records
 
-    def _note_peaks(self, cache: CacheStats) -> None:
+    def note_peaks(self, cache: CacheStats) -> None:
+        """The pools are in this state, now in the middle of an iteration."""
         if not self._peaks:
             self._peaks = [PoolPeaks() for _ in cache.pools]
         for peaks, pool in zip(self._peaks, cache.pools, strict=True):

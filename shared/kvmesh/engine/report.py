@@ -76,6 +76,8 @@ class EngineReporter:
         """Iterations that computed since statistics were last collected."""
         self._page_bytes = page_bytes_of(manager.layout)
         self._iterations = IterationLog(stats_interval, manager.tiers, self._page_bytes, clock)
+        # What a sequence of one step had is given back at the step's end already.
+        executor.on_planned = lambda: self._iterations.note_peaks(manager.stats())
         self._tiers: tuple[TierReport, ...] = ()
         self._tiers_of: CacheStats | None = None
         """The state of the cache that the tiers' figures are of."""

@@ -122,7 +122,7 @@ class CacheReport(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class PoolPeaks(msgspec.Struct, kw_only=True):
-    """The most device pages of one pool at the end of any of a record's iterations."""
+    """The most device pages of one pool in any of a record's iterations: when it had its pages, and at its end."""
 
     available: int = 0
     """Free or evictable."""

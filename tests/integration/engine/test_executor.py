@@ -321,8 +321,24 @@ def test_records_of_iterations_add_up_over_the_gap(make_engine: Make, prompt: Ma
     assert (first.reused_blocks, first.missed_blocks, first.cache_hit_rate) == (0, 8, 0.0)
     assert (third.reused_blocks, third.missed_blocks) == (8, 0), "7 full blocks, and the last one but for a token"
     assert third.cache_hit_rate == 1.0
+    assert [peak.unavailable for peak in first.pools] == [9], "8 blocks, and one for the first generated token"
     counters = bench.cache.counters
     assert sum(one.counters.get("allocated_pages", 0) for one in records) == counters.allocated_pages
+
+
+def test_a_sequence_of_one_step_is_in_the_peaks(make_engine: Make, prompt: Make, request_of: Make) -> None:
+    """§3.10: its pages are given back before the iteration ends."""
+    clock = ManualClock()
+    bench = make_engine(clock=clock)
+    bench.submit(request_of("one", prompt(8 * 4), max_tokens=1))
+    clock.advance(1.0)
+    bench.step()
+    assert bench.answers["one"].over
+    [record] = [
+        record for message in bench.messages if isinstance(message, IterationRecords) for record in message.records
+    ]
+    [peak] = record.pools
+    assert (peak.unavailable, peak.evictable) == (8, 8)
 
 
 def test_priority_is_served_first(make_engine: Make, prompt: Make, request_of: Make) -> None:
