@@ -89,6 +89,8 @@ REBALANCE = {
 REUSED = ("reused_full_blocks", "reused_partial_blocks")
 PRESSED = (*REUSED, "evicted_pages")
 SUSPENDED = ("gave_way_with_cache", "went_on")
+PAUSED = ("suspended", "resumed")
+"""Also by a rebalance."""
 TO_HOST = (*PRESSED, "offloaded_pages", "onboarded_pages")
 STAYED = ("gave_way_with_cache", "recomputed", "starved", "lost")
 
@@ -141,10 +143,18 @@ MODES = {
     ),
     "rebalance": Mode((*PRESSED, "rebalances"), ("starved",), REBALANCE, families=TWO_POOLS),
     "rebalance-tiers": Mode(
-        (*TO_HOST, *SUSPENDED, "rebalances", "to_disk"), ("starved",), REBALANCE, host=0.5, disk=2.0, families=TWO_POOLS
+        (*TO_HOST, *PAUSED, "rebalances", "to_disk"), ("starved",), REBALANCE, host=0.5, disk=2.0, families=TWO_POOLS
     ),
     "per-request": Mode(PRESSED, ("starved",), _reuse(policy="per_request"), host=1.0),
-    "per-conversation": Mode((*PRESSED, "dropped_by_turns"), ("starved",), _reuse(policy="per_conversation"), host=1.0),
+    # With full attention a turn needs all blocks of those before it.
+    "per-conversation": Mode(
+        (*PRESSED, "dropped_by_turns"),
+        ("starved",),
+        _reuse(policy="per_conversation"),
+        host=1.0,
+        disk=20.0,
+        families=WINDOWED,
+    ),
     "two-turns": Mode(
         PRESSED, ("starved", "dropped_by_turns"), _reuse(policy="per_conversation", max_num_turns=2), disk=2.0
     ),
@@ -160,7 +170,7 @@ MODES = {
         families=WINDOWED,
     ),
     "everything": Mode(
-        (*TO_HOST, *SUSPENDED, "rebalances", "scratch_blocks", "forced_chunks", "to_disk", "prefetched"),
+        (*TO_HOST, *PAUSED, "rebalances", "scratch_blocks", "forced_chunks", "to_disk", "prefetched"),
         ("starved", "damaged_pages"),
         {
             **REBALANCE,
