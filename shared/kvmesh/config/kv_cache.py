@@ -14,7 +14,10 @@ from kvmesh.config.mamba_state import MambaStateConfig
 from kvmesh.config.mixed_precision import MixedPrecisionKV
 from kvmesh.config.pool_rebalance import KvPoolRebalanceConfig
 
-__all__ = ["EventHashAlgo", "KvCacheConfig"]
+__all__ = ["NEVER_OFFLOAD", "EventHashAlgo", "KvCacheConfig"]
+
+NEVER_OFFLOAD = 101
+"""An offload priority above every priority that a block can have (``kvmesh.protocol.retention.MAX_PRIORITY``)."""
 
 EventHashAlgo = Literal["auto", "v1_block_key", "v2_sha256", "v2_sha256_64"]
 
@@ -42,16 +45,17 @@ class KvCacheConfig(StrictModel):
     """Existing directory for the files of the disk tier; needed when ``disk_cache_size`` is positive."""
     cross_kv_cache_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
     """Fraction of the cache memory for cross attention; required by encoder-decoder models, refused for others."""
-    cold_tier_offload_min_priority: int | None = None
-    """Lowest priority of an unreferenced block that may move to a cold tier; unset means 30."""
+    cold_tier_offload_min_priority: Annotated[int, Field(ge=0, le=NEVER_OFFLOAD)] | None = None
+    """Lowest priority of an unreferenced block that may move to a cold tier; unset means 30. Priorities go to 100, so
+    that 101 lets none move."""
     secondary_offload_min_priority: Annotated[
         int | None,
         Field(deprecated="use cold_tier_offload_min_priority", exclude=True),
     ] = None
     """Deprecated alias of ``cold_tier_offload_min_priority``."""
-    event_buffer_max_size: int = 0
+    event_buffer_max_size: Annotated[int, Field(ge=0)] = 0
     """Most events kept for the buffered (pull) path; 0 turns the buffer off."""
-    attention_dp_events_gather_period_ms: int = 5
+    attention_dp_events_gather_period_ms: Annotated[int, Field(gt=0)] = 5
     """Period in milliseconds of gathering attention-DP events across ranks."""
     kv_events_config: KVEventsConfig | None = None
     """Streaming (push) publication of KV cache events, by each rank itself (V2 only)."""
@@ -98,7 +102,7 @@ class KvCacheConfig(StrictModel):
     """Thresholds of that auto-tuner."""
     disk_prefetch_num_reqs: Annotated[int, Field(ge=0)] = 0
     """Queued context requests whose disk-tier blocks are fetched to the host ahead of time; 0 turns it off."""
-    fp8_context_mla_kv_len_cap: int | None = None
+    fp8_context_mla_kv_len_cap: Annotated[int, Field(gt=0)] | None = None
     """Cap, in tokens, of the summed attended KV length per step that the fp8 context-MLA workspace is reserved for."""
     pool_ratio: Annotated[list[float], Field(min_length=1)] | None = None
     """Initial hot-tier byte ratios by layer group; each positive, sum 1. Takes precedence over ``avg_seq_len``."""
@@ -117,6 +121,9 @@ class KvCacheConfig(StrictModel):
         """Whether the V2 manager is chosen or left to the model."""
         return self.use_kv_cache_manager_v2 is not False
 
+    validate_max_attention_window_types = field_validator("max_attention_window", mode="before")(
+        rules.reject_boolean_windows
+    )
     validate_max_attention_window = field_validator("max_attention_window")(rules.check_attention_window)
     validate_dtype = field_validator("dtype")(rules.normalise_dtype)
     validate_pool_ratio = field_validator("pool_ratio")(rules.check_pool_ratio)

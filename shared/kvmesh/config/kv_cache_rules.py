@@ -23,6 +23,7 @@ __all__ = [
     "migrate_mamba_interval",
     "migrate_offload_priority",
     "normalise_dtype",
+    "reject_boolean_windows",
 ]
 
 RECURRENT_STATES_WINDOW = -0x7FFFFFFF
@@ -37,6 +38,13 @@ _MIXED_DTYPES = tuple(MIXED_DTYPE_PREFIX + dtype for dtype in RETAINED_DTYPES)
 _KNOWN_DTYPES = frozenset((*_QUANTISED_DTYPES, *_TORCH_DTYPES, *_MIXED_DTYPES))
 
 _RATIO_SUM_TOLERANCE = 1e-6
+
+
+def reject_boolean_windows(windows: Any) -> Any:
+    """Booleans in unvalidated data are no windows, although they would pass for the numbers 0 and 1."""
+    if isinstance(windows, (list, tuple)) and any(isinstance(window, bool) for window in windows):
+        raise ValueError("max_attention_window values must be integers, not booleans")
+    return windows
 
 
 def check_attention_window(windows: list[int] | None) -> list[int] | None:

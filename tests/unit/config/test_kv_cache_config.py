@@ -19,7 +19,9 @@ from kvmesh.config import (
     MixedPrecisionKV,
     WorkerSettings,
 )
+from kvmesh.config.kv_cache import NEVER_OFFLOAD
 from kvmesh.config.kv_cache_rules import RECURRENT_STATES_WINDOW
+from kvmesh.protocol.retention import MAX_PRIORITY
 
 SEED_DEFAULTS: dict[str, Any] = {
     "enable_block_reuse": True,
@@ -77,6 +79,15 @@ def test_fields_and_defaults_are_the_seeds() -> None:
         ("max_attention_window", [0]),
         ("max_attention_window", [-5]),
         ("max_attention_window", [1.5]),
+        ("max_attention_window", [True]),
+        ("max_attention_window", [4096, True]),
+        ("cold_tier_offload_min_priority", -1),
+        ("cold_tier_offload_min_priority", 102),
+        ("event_buffer_max_size", -1),
+        ("attention_dp_events_gather_period_ms", 0),
+        ("attention_dp_events_gather_period_ms", -7),
+        ("fp8_context_mla_kv_len_cap", 0),
+        ("fp8_context_mla_kv_len_cap", -1),
         ("free_gpu_memory_fraction", 1.2),
         ("free_gpu_memory_fraction", -0.1),
         ("disk_cache_size", -1),
@@ -118,6 +129,12 @@ def test_out_of_range_values_are_rejected(field: str, value: Any) -> None:
         ("free_gpu_memory_fraction", 1),
         ("max_attention_window", [4096, 256]),
         ("max_attention_window", [4096, RECURRENT_STATES_WINDOW]),
+        ("cold_tier_offload_min_priority", 0),
+        ("cold_tier_offload_min_priority", MAX_PRIORITY),
+        ("cold_tier_offload_min_priority", NEVER_OFFLOAD),
+        ("event_buffer_max_size", 0),
+        ("attention_dp_events_gather_period_ms", 1),
+        ("fp8_context_mla_kv_len_cap", 1),
         ("pool_ratio", [0.7, 0.3]),
         ("pool_ratio", [1.0]),
         ("pool_ratio", [0.7, 0.3 + 5e-7]),
@@ -131,6 +148,15 @@ def test_out_of_range_values_are_rejected(field: str, value: Any) -> None:
 def test_values_at_the_bounds_are_accepted(field: str, value: Any) -> None:
     """§2: the other side of the same CHECKs; an explicit None fraction is accepted."""
     assert getattr(KvCacheConfig(**{field: value}), field) == value
+
+
+def test_no_block_has_a_priority_that_is_never_offloaded() -> None:
+    assert NEVER_OFFLOAD == MAX_PRIORITY + 1
+
+
+def test_the_deprecated_offload_priority_has_the_same_bounds() -> None:
+    with pytest.raises(ValidationError, match="offload_min_priority"), pytest.warns(ConfigWarning):
+        KvCacheConfig(secondary_offload_min_priority=102)
 
 
 def test_pool_ratio_with_avg_seq_len() -> None:
