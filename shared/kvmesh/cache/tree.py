@@ -8,6 +8,7 @@ windowed group; a leaf that offers no page at all is removed.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from array import array
 from collections.abc import Sequence
@@ -58,12 +59,19 @@ class _Rows:
     def __init__(self, capacity: int, width: int) -> None:
         self._width = width
         self._memory = mmap.mmap(-1, 4 * capacity * width, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._advise()
         self.view: NDArray[np.int32] = np.frombuffer(self._memory, dtype=np.int32).reshape(-1, width)
 
     def grow(self, capacity: int) -> None:
         self.view = np.empty((0, self._width), dtype=np.int32)  # Memory with a live view cannot be resized.
         self._memory.resize(4 * capacity * self._width)
+        self._advise()
         self.view = np.frombuffer(self._memory, dtype=np.int32).reshape(-1, self._width)
+
+    def _advise(self) -> None:
+        # Most rows are written right after their memory is touched for the first time: in fewer, larger pages.
+        with contextlib.suppress(OSError):  # A kernel without them.
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
 
 
 class BlockTree:
@@ -101,10 +109,6 @@ class BlockTree:
     def walk(self, keys: Sequence[bytes]) -> Nodes:
         """Nodes of the longest leading run of ``keys`` that is in the tree."""
         return self.index.walk(keys)
-
-    def is_root(self, node: int) -> bool:
-        """Whether ``node`` is the root of a scope."""
-        return self._num_tokens.items[node] == 0
 
     def num_tokens(self, node: int) -> int:
         """Tokens of the block."""
@@ -201,18 +205,6 @@ class BlockTree:
         pages: NDArray[np.int32] = column[nodes]
         column[nodes] = NO_PAGE
         return pages
-
-    def post_order(self, node: int) -> list[int]:
-        """The subtree of ``node``, every block after all blocks that continue it."""
-        order: list[int] = []
-        pending = [node]
-        while pending:
-            current = pending.pop()
-            order.append(current)
-            if self._num_children.items[current]:
-                pending += self.children(current)
-        order.reverse()
-        return order
 
     def nodes(self) -> Nodes:
         """Every block, roots left out."""
