@@ -13,8 +13,14 @@ from typing import NamedTuple
 from kvmesh.cache.pages import NO_PAGE
 from kvmesh.cache.store import BlockStore
 from kvmesh.cache.windows import first_live_block
+from kvmesh.hashing import ReuseScope
 
-__all__ = ["MAX_CONVERSATIONS", "Conversations"]
+__all__ = ["MAX_CONVERSATIONS", "Conversation", "Conversations"]
+
+Conversation = tuple[ReuseScope, str]
+"""Where its blocks are shared, and its id: one id in two scopes names two conversations, for one tenant must not act on
+another's.
+"""
 
 MAX_CONVERSATIONS = 4096
 """Beyond this the conversation that was quiet for longest is forgotten; its blocks age like any others."""
@@ -36,30 +42,30 @@ class Conversations:
     def __init__(self, store: BlockStore, max_num_turns: int) -> None:
         self._store = store
         self._max_num_turns = max_num_turns
-        self._turns: OrderedDict[str, deque[_Turn]] = OrderedDict()
-        self._active: set[str] = set()
+        self._turns: OrderedDict[Conversation, deque[_Turn]] = OrderedDict()
+        self._active: set[Conversation] = set()
 
-    def begin(self, conversation_id: str) -> bool:
+    def begin(self, conversation: Conversation) -> bool:
         """A request begins; False if another one of this conversation is open, so that it does not count as a turn."""
-        if conversation_id in self._active:
+        if conversation in self._active:
             return False
-        self._active.add(conversation_id)
+        self._active.add(conversation)
         return True
 
-    def finish(self, conversation_id: str) -> None:
+    def finish(self, conversation: Conversation) -> None:
         """The request for which :meth:`begin` was true is closed."""
-        self._active.remove(conversation_id)
+        self._active.remove(conversation)
 
-    def end_turn(self, conversation_id: str, keys: list[bytes], length: int) -> None:
+    def end_turn(self, conversation: Conversation, keys: list[bytes], length: int) -> None:
         """A turn of ``length`` committed tokens is over, its blocks still in use or not.
 
         Args:
-            conversation_id: whose turn.
+            conversation: whose turn.
             keys: its committed full blocks, in order.
             length: tokens.
         """
-        turns = self._turns.setdefault(conversation_id, deque())
-        self._turns.move_to_end(conversation_id)
+        turns = self._turns.setdefault(conversation, deque())
+        self._turns.move_to_end(conversation)
         turns.append(_Turn(keys, length))
         while len(turns) > self._max_num_turns:
             self._drop(turns.popleft(), list(turns))

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvmesh.cache.adjust import adjust_level, level_ratios
 from kvmesh.cache.base import MatchInfo
-from kvmesh.cache.conversation import Conversations
+from kvmesh.cache.conversation import Conversation, Conversations
 from kvmesh.cache.device import DeviceBuffer
 from kvmesh.cache.errors import CacheBusyError
 from kvmesh.cache.events import EventSink
@@ -178,7 +178,7 @@ class KvCacheManager:
             storing=storing,
             boundaries=self._boundaries(points, fork),
             snapshot_points=points,
-            conversation_id=self._conversation_of(conversation_id, request_id),
+            conversation_id=self._conversation_of(scope, conversation_id, request_id),
             tally=SequenceTally(counted=counted),
         )
         self._sequences.add(sequence)
@@ -253,13 +253,13 @@ class KvCacheManager:
         """A sequence was closed; :meth:`KvCache.close` calls this."""
         self._sequences.discard(sequence)
         if sequence.conversation_id is not None:
-            self._conversations.finish(sequence.conversation_id)
+            self._conversations.finish((sequence.scope, sequence.conversation_id))
         if self.tuner is not None and sequence.tally.counted:
             self.tuner.on_close(sequence.mean_capacity**2, sequence.mean_history**2)
 
-    def end_turn(self, conversation_id: str, keys: list[bytes], length: int) -> None:
+    def end_turn(self, conversation: Conversation, keys: list[bytes], length: int) -> None:
         """A conversation's turn is over; :meth:`KvCache.close` calls this."""
-        self._conversations.end_turn(conversation_id, keys, length)
+        self._conversations.end_turn(conversation, keys, length)
 
     def wants_rebalance(self, now_s: float) -> bool:
         """Whether :meth:`rebalance` would do something if every sequence were suspended."""
@@ -357,10 +357,10 @@ class KvCacheManager:
     def _pools(self) -> range:
         return range(len(self.layout.pools))
 
-    def _conversation_of(self, conversation_id: str | None, request_id: str) -> str | None:
+    def _conversation_of(self, scope: ReuseScope, conversation_id: str | None, request_id: str) -> str | None:
         if conversation_id is None or self.settings.policy != "per_conversation":
             return None
-        if self._conversations.begin(conversation_id):
+        if self._conversations.begin((scope, conversation_id)):
             return conversation_id
         _log.warning("a turn of this conversation is running; this request is not one", request=request_id)
         return None

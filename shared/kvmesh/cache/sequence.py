@@ -308,7 +308,7 @@ class KvCache:
         self.stop_committing()
         if self.conversation_id is not None and self._committed >= self._prompt_length:
             keys = self._chain.keys(0, self._num_stored) + self._tail_keys
-            self._manager.end_turn(self.conversation_id, keys, self._committed)
+            self._manager.end_turn((self.scope, self.conversation_id), keys, self._committed)
         self._pages.give_back(locked=self._state is SequenceState.ACTIVE)
         self._num_blocks = 0
         self._state = SequenceState.CLOSED

@@ -1,4 +1,7 @@
-"""Conversations with a turn under way: one at a time each, as the ``per_conversation`` reuse policy needs it."""
+"""Conversations with a turn under way: one at a time each, as the ``per_conversation`` reuse policy needs it.
+
+An id names a conversation among requests with the same ``cache_salt``: what another salt calls so is another one.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ class ActiveConversations:
     """Lets a conversation's id through to the engine for one request at a time."""
 
     def __init__(self) -> None:
-        self._active: set[str] = set()
+        self._active: set[tuple[str | None, str]] = set()
+        """By salt and id."""
 
     def __len__(self) -> int:
         return len(self._active)
@@ -32,7 +36,9 @@ class ActiveConversations:
         named = request.conversation_id
         if named is None:
             yield
-        elif named in self._active:
+            return
+        conversation = (request.cache_salt, named)
+        if conversation in self._active:
             _log.warning(
                 "this conversation has a request under way; another one is served without it",
                 conversation_id=named,
@@ -41,8 +47,8 @@ class ActiveConversations:
             request.conversation_id = None
             yield
         else:
-            self._active.add(named)
+            self._active.add(conversation)
             try:
                 yield
             finally:
-                self._active.discard(named)
+                self._active.discard(conversation)

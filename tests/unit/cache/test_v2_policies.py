@@ -98,6 +98,23 @@ def test_other_conversations_and_none(make_manager) -> None:
     assert [probe(manager, tokens) for tokens in (A, B, C)] == [7, 7, 0]
 
 
+@pytest.mark.parametrize("theirs", [ReuseScope(salt=7), ReuseScope(lora_id=1)])
+def test_one_id_in_two_scopes_is_two_conversations(make_manager, theirs: ReuseScope) -> None:
+    """Another salt's or adapter's turn neither blocks this conversation's nor drops its blocks."""
+    manager = make_manager(policy="per_conversation")
+    turn(manager, A)
+    other = manager.create(theirs, B, "r", conversation_id="conv-1")
+    mine = open_turn(manager, A)
+    assert (mine.conversation_id, other.conversation_id) == ("conv-1", "conv-1")
+    mine.close()
+    assert other.resume()
+    assert other.resize(len(B))
+    other.commit(B)
+    other.close()
+    assert probe(manager, A) == 7
+    assert manager.match(theirs, B).num_tokens == 7
+
+
 def test_blocks_that_others_continue_or_use_stay(make_manager) -> None:
     manager = make_manager(policy="per_conversation")
     turn(manager, A)

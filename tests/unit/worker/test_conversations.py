@@ -49,6 +49,18 @@ async def test_the_one_that_was_ignored_does_not_end_the_other_s_turn() -> None:
             assert ids(late) == [None]
 
 
+async def test_one_id_under_two_salts_is_two_conversations() -> None:
+    """One tenant's turn is not in the way of another's."""
+    active = ActiveConversations()
+    mine, theirs, again = await plan("chat", cache_salt="m"), await plan("chat", cache_salt="t"), await plan("chat")
+    with active.turn(mine), active.turn(theirs), active.turn(again):
+        assert ids(mine) == ids(theirs) == ids(again) == ["chat"]
+        late = await plan("chat", cache_salt="m")
+        with active.turn(late):
+            assert ids(late) == [None]
+    assert not len(active)
+
+
 async def test_a_turn_that_fails_is_over() -> None:
     active = ActiveConversations()
     with pytest.raises(ConnectionResetError), active.turn(await plan("chat")):
