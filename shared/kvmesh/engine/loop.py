@@ -59,7 +59,7 @@ class EngineLoop:
             outcome = self._executor.step()
             self._reporter.after_step(computed=outcome.computed)
         self._executor.abort_all(_shutting_down())
-        self._reporter.after_step(computed=False)
+        self._reporter.after_last_step()
 
     def _wait(self, outcome: StepOutcome) -> None:
         """Wait before the next iteration: not at all when there is work to run, else until whatever comes first.

@@ -34,8 +34,14 @@ STATS_INTERVAL_S = 0.25
 TIERS_INTERVAL_S = 1.0
 """At most one walk over all pages a second for the tiers' figures, and only after something has changed."""
 
+INTEGRITY_QUIET_S = 5.0
+"""An integrity check waits until nothing has happened for so long: the next request must not have to wait for it."""
+
 INTEGRITY_INTERVAL_S = 1.0
 """At most one integrity check a second, and only after something has happened since the last."""
+
+INTEGRITY_SHARE = 0.01
+"""Most of the wall time that integrity checks may take: a long one makes the next one later."""
 
 _log = get_logger("engine.report")
 
@@ -85,19 +91,31 @@ class EngineReporter:
         self._sent: EngineStats | None = None
         self._next_stats_s = 0.0
         self._next_check_s = 0.0
+        self._active_s = 0.0
+        """When something last happened."""
         self._dirty = False
         """Whether anything happened since the last integrity check."""
 
     def after_step(self, *, computed: bool) -> None:
         """Report on the iteration that has just ended."""
-        self._dirty = self._dirty or computed
+        self._report(computed=computed, ending=False)
+
+    def after_last_step(self) -> None:
+        """The engine ends: report, with an integrity check of what has happened since the last, however recent."""
+        self._report(computed=False, ending=True)
+
+    def _report(self, *, computed: bool, ending: bool) -> None:
+        happened = computed
         self._events.flush()
         if self._desk is not None and (entries := self._desk.transceiver.drain_ledger()):
-            self._dirty = True
+            happened = True
             self._send(LedgerUpdate(entries))
         now_s = self._clock.monotonic_s()
-        if self._dirty and self._is_idle and now_s >= self._next_check_s:
-            self._check_integrity(now_s)
+        self._dirty = self._dirty or happened
+        if happened or not self._is_idle:
+            self._active_s = now_s
+        if self._dirty and self._is_idle and (ending or now_s >= self._check_due_s):
+            self._check_integrity()
         self._uncollected += computed
         if computed:
             executor = self._executor
@@ -118,7 +136,7 @@ class EngineReporter:
         now_s = self._clock.monotonic_s()
         times = [] if (gathering_s := self._events.due_in_s()) is None else [now_s + gathering_s]
         if self._dirty and self._is_idle:
-            times.append(self._next_check_s)
+            times.append(self._check_due_s)
         cache = self._manager.stats()
         if self._changed(self._statistics(cache)) or len(self._iterations):
             times.append(self._next_stats_s)
@@ -130,16 +148,22 @@ class EngineReporter:
     def _is_idle(self) -> bool:
         return self._executor.num_live == 0
 
-    def _check_integrity(self, now_s: float) -> None:
+    @property
+    def _check_due_s(self) -> float:
+        return max(self._active_s + INTEGRITY_QUIET_S, self._next_check_s)
+
+    def _check_integrity(self) -> None:
         counters = self._executor.counters
         counters.integrity_checks += 1
         self._dirty = False
-        self._next_check_s = now_s + INTEGRITY_INTERVAL_S
+        began_s = self._clock.monotonic_s()
         try:
             self._manager.check_integrity()
         except CacheIntegrityError as error:
             counters.integrity_failures += 1
             _log.error("cache integrity check failed", problem=str(error))
+        ended_s = self._clock.monotonic_s()
+        self._next_check_s = ended_s + max(INTEGRITY_INTERVAL_S, (ended_s - began_s) / INTEGRITY_SHARE)
 
     def _send_stats(self, now_s: float) -> None:
         self._uncollected = 0

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvmesh.engine.report import INTEGRITY_QUIET_S, INTEGRITY_SHARE
 from kvmesh.net import faults
 from kvmesh.net.clock import ManualClock
 from kvmesh.protocol.cache_report import IterationRecord
@@ -296,7 +297,65 @@ def test_statistics_are_collected_every_so_many_iterations(make_engine: Make, pr
     # Nothing is left to compute, so that no fifth iteration would come.
     assert not bench.step()
     assert [message.generated_tokens_total for message in bench.messages if isinstance(message, EngineStats)] == [13]
-    assert bench.engine.reporter.due_in_s() is None
+    assert bench.engine.reporter.due_in_s() == INTEGRITY_QUIET_S, "the integrity check is all that is left"
+
+
+def test_integrity_checks_wait_until_it_is_quiet_and_take_little_time(
+    make_engine: Make, prompt: Make, request_of: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = ManualClock(1000.0)
+    bench = make_engine(clock=clock)
+    reporter, counters = bench.engine.reporter, bench.executor.counters
+    took_s = 0.25
+    monkeypatch.setattr(bench.engine.manager, "check_integrity", lambda: clock.advance(took_s))
+
+    bench.run(request_of("a", prompt(9)))
+    for _ in range(3):
+        clock.advance(INTEGRITY_QUIET_S - 0.5)
+        assert not bench.step()
+        assert counters.integrity_checks == 0
+        bench.run(request_of("b", prompt(9)))
+        bench.answers.clear()
+    clock.advance(INTEGRITY_QUIET_S)
+    assert reporter.due_in_s() == 0.0
+    assert not bench.step()
+    assert counters.integrity_checks == 1
+
+    # Nothing has happened since.
+    clock.advance(1000.0)
+    bench.step()
+    bench.step()
+    assert counters.integrity_checks == 1
+    assert reporter.due_in_s() is None
+
+    # What has happened is checked, but the time that checks take is a hundredth of all at most.
+    bench.run(request_of("c", prompt(9)))
+    clock.advance(INTEGRITY_QUIET_S)
+    bench.step()
+    assert counters.integrity_checks == 2
+    ended_s = clock.monotonic_s()
+    bench.run(request_of("d", prompt(9)))
+    clock.advance(INTEGRITY_QUIET_S)
+    bench.step()
+    assert reporter.due_in_s() == pytest.approx(ended_s + took_s / INTEGRITY_SHARE - clock.monotonic_s())
+    clock.advance(ended_s + took_s / INTEGRITY_SHARE - clock.monotonic_s() - 0.01)
+    bench.step()
+    assert counters.integrity_checks == 2
+    clock.advance(0.02)
+    bench.step()
+    assert counters.integrity_checks == 3
+
+
+def test_the_end_of_an_engine_is_checked_at_once(make_engine: Make, prompt: Make, request_of: Make) -> None:
+    bench = make_engine(clock=ManualClock())
+    bench.run(request_of("a", prompt(9)))
+    reporter, counters = bench.engine.reporter, bench.executor.counters
+    bench.step()
+    assert counters.integrity_checks == 0
+    reporter.after_last_step()
+    assert (counters.integrity_checks, counters.integrity_failures) == (1, 0)
+    reporter.after_last_step()
+    assert counters.integrity_checks == 1, "nothing has happened since"
 
 
 def test_records_of_iterations_add_up_over_the_gap(make_engine: Make, prompt: Make, request_of: Make) -> None:

@@ -17,6 +17,8 @@ from meshes.process import STOP_S, Process, clean_environment, request, shared_m
 __all__ = ["Mesh", "is_idle"]
 
 SECRET = "end-to-end"
+INTEGRITY_FAILURE = "cache integrity check failed"
+"""A line in an engine's log."""
 EVENTS = {
     "enable_kv_cache_events": True,
     "endpoint": "tcp://127.0.0.1:*",
@@ -128,6 +130,9 @@ class Mesh:
                 if status not in (0, -signal.SIGKILL):
                     how = "did not end" if status is None else f"ended with {status}"
                     problems.append(f"{process.name} {how}:\n{process.log.read_text()[-3000:]}")
+                # An engine checks its cache once more when it ends.
+                if INTEGRITY_FAILURE in process.log.read_text():
+                    problems.append(f"{process.name}: {INTEGRITY_FAILURE}:\n{process.log.read_text()[-3000:]}")
         _, alive = psutil.wait_procs(pids, timeout=STOP_S)
         for one in alive:
             problems.append(f"left running: {one}")

@@ -71,12 +71,17 @@ class ScriptedReporter:
     def __init__(self) -> None:
         self.due: float | None = None
         self.drained: list[DrainKvEvents] = []
+        self.over = False
 
     def drain_kv_events(self, message: DrainKvEvents) -> None:
         self.drained.append(message)
 
     def after_step(self, *, computed: bool) -> None:
-        pass
+        assert not self.over
+
+    def after_last_step(self) -> None:
+        assert not self.over
+        self.over = True
 
     def due_in_s(self) -> float | None:
         return self.due
@@ -126,6 +131,7 @@ def test_messages_reach_the_executor_in_order(build: Build) -> None:
     assert executor.calls == [("submit", "r"), ("abort", "r"), ("dead", "x", 3), "step", "step", "abort all"]
     assert channel.sent == [Pong(7, 5)]
     assert loop._reporter.drained == [DrainKvEvents(8, 4)]  # type: ignore[attr-defined]
+    assert loop._reporter.over  # type: ignore[attr-defined]
 
 
 def test_there_is_no_wait_while_there_is_work(build: Build) -> None:
