@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from kvmesh.cache.base import CacheManager
@@ -9,6 +10,7 @@ from kvmesh.cache.device import Device
 from kvmesh.cache.errors import TierFailedError
 from kvmesh.cache.events import EventSink
 from kvmesh.cache.layout import PageLayout
+from kvmesh.cache.machine_limits import check_bookkeeping, machine_notes
 from kvmesh.cache.manager import KvCacheManager
 from kvmesh.cache.rebalance import RebalanceTuner
 from kvmesh.cache.settings import CacheSettings
@@ -58,13 +60,14 @@ def create_manager(
 
     Raises:
         ConfigError: V1 is asked for what only V2 has.
-        SizingError: the limits leave no room.
+        SizingError: the limits leave no room, or a level has too many pages.
         DeviceMemoryError: the device has too little memory, or cannot reserve addresses for the pool rebalance.
         TierFailedError: the disk tier cannot be made; without memory for a host tier there is none.
     """
     settings = V1Settings.from_config(config) if config.use_kv_cache_manager_v2 is False else None
+    machine_bytes = available_host_bytes()
     # A CPU device takes its pages from the same memory, and has not touched them yet.
-    available_bytes = available_host_bytes() - (device.free_bytes if device.is_host_memory else 0)
+    available_bytes = machine_bytes - (device.free_bytes if device.is_host_memory else 0)
     plan = plan_levels(
         config,
         layout,
@@ -75,6 +78,14 @@ def create_manager(
         max_batch_size=max_batch_size,
         max_num_tokens=max_num_tokens,
         page_locked=not device.is_host_memory,
+    )
+    check_bookkeeping(plan, layout, machine_bytes)
+    taken_bytes = plan.device_bytes if device.is_host_memory else 0
+    machine = machine_notes(
+        config,
+        plan,
+        host_bytes=max(0, machine_bytes - taken_bytes) if machine_bytes else None,
+        disk_free_bytes=_free_space(config.disk_cache_path) if config.disk_cache_size else None,
     )
     rebalance = settings is None and config.enable_kv_pool_rebalance and len(layout.pools) > 1
     try:
@@ -100,7 +111,7 @@ def create_manager(
             max_batch_size=max_batch_size,
             max_num_tokens=max_num_tokens,
         )
-    for note in (*plan.notes, *(ignored_by_v1(config) if settings is not None else ())):
+    for note in (*plan.notes, *machine, *(ignored_by_v1(config) if settings is not None else ())):
         _log.warning("cache settings", note=note)
     _log.info("cache tiers", **{tier: list(pages) for tier, pages in zip(plan.tiers, plan.num_pages, strict=True)})
     if settings is not None:
@@ -122,6 +133,17 @@ def create_manager(
         if rebalance
         else None,
     )
+
+
+def _free_space(path: str | None) -> int | None:
+    """Bytes that this user can still write to the file system of a directory; None where nobody knows."""
+    if path is None:
+        return None
+    try:
+        facts = os.statvfs(path)
+    except OSError:
+        return None
+    return facts.f_bavail * facts.f_frsize
 
 
 def _most_pages(plan: LevelPlan, layout: PageLayout) -> list[int]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from kvmesh.cache import factory
 from kvmesh.cache.device import CpuDevice
@@ -13,6 +16,7 @@ from kvmesh.cache.errors import TierFailedError
 from kvmesh.cache.factory import create_manager, resolve_manager
 from kvmesh.cache.layout import PageLayout
 from kvmesh.cache.manager import KvCacheManager
+from kvmesh.cache.sizing import SizingError
 from kvmesh.cache.v1 import V1CacheManager
 from kvmesh.config import ConfigError, KvCacheConfig
 from kvmesh.net.clock import SystemClock
@@ -98,3 +102,34 @@ def test_a_disk_tier_that_cannot_be_made_is_an_error(
     monkeypatch.setattr(factory, "Storage", RefusedDisk)
     with pytest.raises(TierFailedError, match="refused"):
         make(make_layout(), host_cache_size=0, disk_cache_size=1 << 16, disk_cache_path=str(tmp_path))
+
+
+def test_sizes_above_the_machines_are_warned_about(
+    make_layout: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(factory, "available_host_bytes", lambda: (1 << 20) + 60_000)
+    monkeypatch.setattr(os, "statvfs", lambda _path: SimpleNamespace(f_bavail=10, f_frsize=4096))
+    with capture_logs() as logs:
+        disk = {"disk_cache_size": 1 << 16, "disk_cache_path": str(tmp_path)}
+        make(make_layout(64), free_gpu_memory_fraction=1.0, host_cache_size=1 << 16, **disk).close()
+    notes = [entry["note"] for entry in logs if "note" in entry]
+    assert len([note for note in notes if "host_cache_size of 65536 bytes is above the 60000 bytes" in note]) == 1
+    assert len([note for note in notes if "disk_cache_size of 65536 bytes is above the 40960 bytes" in note]) == 1
+
+
+def test_a_file_system_that_cannot_be_asked_is_not_judged(
+    make_layout: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_path: str) -> None:
+        raise OSError("no statistics")
+
+    monkeypatch.setattr(os, "statvfs", refuse)
+    with capture_logs() as logs:
+        make(make_layout(), disk_cache_size=1 << 16, disk_cache_path=str(tmp_path)).close()
+    assert not [entry for entry in logs if "disk_cache_size" in entry.get("note", "")]
+
+
+def test_too_many_pages_are_refused_before_anything_is_allocated(make_layout: Any, tmp_path: Path) -> None:
+    with pytest.raises(SizingError, match=r"disk tier of 1000000000000 bytes would have \d+ pages"):
+        make(make_layout(), disk_cache_size=10**12, disk_cache_path=str(tmp_path))
+    assert not list(tmp_path.iterdir())

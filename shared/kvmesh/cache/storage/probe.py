@@ -27,14 +27,14 @@ _V1 = _Controller("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage
 def available_host_bytes(root: Path = Path("/")) -> int:
     """Bytes that this process can use without swapping or being killed for them.
 
-    The machine's ``MemAvailable``, or what is left to one of the control groups around this process if that is less:
-    its limit without its usage, where cached file pages that can go do not count as used (they are what a freshly
-    loaded checkpoint leaves). Without such facts: 0.
+    The smallest of the machine's ``MemAvailable``, of what ``RLIMIT_AS`` lets this process still map, and of what is
+    left to the control groups around this process: the limit without the usage, where cached file pages that can go do
+    not count as used (they are what a freshly loaded checkpoint leaves). Without such facts: 0.
 
     Args:
         root: where ``proc`` and ``sys`` are.
     """
-    candidates = [_meminfo_bytes(root)]
+    candidates = [_meminfo_bytes(root), *_address_space_bytes(root)]
     for controller, group in _groups(root):
         candidates += _left_bytes(controller, group)
     return max(0, min(candidates))
@@ -52,6 +52,15 @@ def _meminfo_bytes(root: Path) -> int:
         if name == "MemAvailable":
             return int(value.split()[0]) * 1024
     return 0
+
+
+def _address_space_bytes(root: Path) -> list[int]:
+    """What this process may still map; nothing where it has no limit."""
+    soft, _hard = resource.getrlimit(resource.RLIMIT_AS)
+    if soft == resource.RLIM_INFINITY:
+        return []
+    mapped_pages, *_ = _read(root / "proc/self/statm").split() or ["0"]
+    return [soft - int(mapped_pages) * resource.getpagesize()]
 
 
 def _groups(root: Path) -> Iterator[tuple[_Controller, Path]]:

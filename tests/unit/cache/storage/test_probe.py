@@ -74,6 +74,12 @@ def test_version_1_in_a_container_that_sees_only_the_root_of_its_group(machine: 
     assert available_host_bytes(machine) == 2 * GIB
 
 
+def test_the_address_space_counts_without_what_is_mapped(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(machine, "proc/self/statm", "100 50 20 1 0 30 0\n")
+    monkeypatch.setattr(resource, "getrlimit", lambda _what: (GIB, resource.RLIM_INFINITY))
+    assert available_host_bytes(machine) == GIB - 100 * resource.getpagesize()
+
+
 def test_memlock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (8 << 20, resource.RLIM_INFINITY))
     assert memlock_limit_bytes() == 8 << 20
