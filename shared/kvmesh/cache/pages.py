@@ -19,7 +19,6 @@ A page number is not an address: ``slots`` gives the place of its bytes in the p
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmesh.cache.errors import CacheIntegrityError, CacheStateError
+from kvmesh.cache.expiry import PageExpiry
 from kvmesh.cache.freelist import FreeList
 from kvmesh.kernels import _native
 from kvmesh.protocol.retention import DEFAULT_PRIORITY
@@ -94,10 +94,7 @@ class PageTable:
         self._uses: NDArray[np.int64] = np.zeros(num_pages, dtype=np.int64)
         columns = (self._uses, self.level, self.group, self.priority, self.slot, self.node, self.num_tokens)
         self._states = _native.PageStates(columns, len(num_slots))
-        self._durations: dict[int, float] = {}
-        self._expiries: dict[int, float] = {}
-        self._expiry_heap: list[tuple[float, int]] = []
-        self._now_s = 0.0
+        self._expiry = PageExpiry()
 
     def counts(self, level: int = DEVICE_LEVEL) -> PageCounts:
         """Pages of ``level`` by state."""
@@ -188,9 +185,7 @@ class PageTable:
 
     def retain(self, pages: Pages, durations_s: NDArray[np.float64]) -> None:
         """Let the priorities of ``pages`` fall back to the default that long after their first release."""
-        for page, duration_s in zip(pages.tolist(), durations_s.tolist(), strict=True):
-            if duration_s < np.inf:
-                self._durations[page] = duration_s
+        self._expiry.add(pages, durations_s)
 
     def lock(self, pages: Pages) -> None:
         """An active sequence starts to use ``pages``."""
@@ -315,13 +310,8 @@ class PageTable:
         Returns:
             Committed pages whose priority changed, with the old priority.
         """
-        self._now_s = now_s
         changed: list[tuple[Pages, int]] = []
-        while self._expiry_heap and self._expiry_heap[0][0] <= now_s:
-            expiry_s, page = heapq.heappop(self._expiry_heap)
-            if self._expiries.get(page) != expiry_s:
-                continue  # The page was freed meanwhile.
-            del self._expiries[page]
+        for page in self._expiry.take(now_s):
             one = np.array([page], dtype=np.int32)
             old = int(self.priority[page])
             if old == DEFAULT_PRIORITY:
@@ -383,16 +373,10 @@ class PageTable:
             raise CacheIntegrityError(str(error)) from None
         if self.damaged:
             self._states.discard(np.array(list(self.damaged), dtype=np.int32))
-        if self._durations and delta < 0:
-            self._start_durations(pages[(self._uses[pages] == 0) & (self.node[pages] != NO_NODE)])
+        if self._expiry.waiting and delta < 0:
+            self._expiry.start(pages[(self._uses[pages] == 0) & (self.node[pages] != NO_NODE)])
         if count:
             self._free(freed[:count])
-
-    def _start_durations(self, pages: Pages) -> None:
-        for page in self._durations.keys() & set(pages.tolist()):
-            expiry_s = self._now_s + self._durations.pop(page)
-            self._expiries[page] = expiry_s
-            heapq.heappush(self._expiry_heap, (expiry_s, page))
 
     def _free(self, pages: Pages) -> None:
         if not len(pages):
@@ -400,10 +384,9 @@ class PageTable:
         self._free_slots(pages)
         self.slot[pages] = NO_PAGE
         self.free_pages.put(pages)
-        if self._durations or self._expiries or self.damaged:
+        if self._expiry or self.damaged:
             for page in pages.tolist():
-                self._durations.pop(page, None)
-                self._expiries.pop(page, None)
+                self._expiry.forget(page)
                 self.damaged.discard(page)
 
     def _free_slots(self, pages: Pages) -> None:

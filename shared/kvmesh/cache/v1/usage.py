@@ -21,9 +21,9 @@ from kvmesh.cache.errors import CacheIntegrityError
 from kvmesh.cache.flows import PageFlows
 from kvmesh.cache.freelist import FreeList
 from kvmesh.cache.layout import PageLayout
+from kvmesh.cache.lazy_queue import LazyQueue
 from kvmesh.cache.tallies import Tallies
 from kvmesh.cache.v1.block import DEVICE, Block, BlockState
-from kvmesh.cache.v1.queue import BlockQueue
 
 __all__ = ["BlockUsage", "Slots", "slots_of"]
 
@@ -40,7 +40,7 @@ class LevelUse:
 
     def __init__(self, num_pages: int) -> None:
         self.free = FreeList(num_pages)
-        self.queue = BlockQueue()
+        self.queue: LazyQueue[Block] = LazyQueue()
         self.counts = [0] * len(BlockState)
         """Blocks by state."""
 
@@ -72,7 +72,7 @@ class BlockUsage:
         self.quarantined = 0
         """Blocks that may still be written, over all pools; commits look only when there are any."""
         self._now_s = now_s
-        self._expiring = BlockQueue()
+        self._expiring: LazyQueue[Block] = LazyQueue()
         self._numbers = itertools.count(1)
 
     def place_of(self, block: Block) -> LevelUse:

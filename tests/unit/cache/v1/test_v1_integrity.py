@@ -8,9 +8,9 @@ import pytest
 from v1_cache import SmallCache
 
 from kvmesh.cache.errors import CacheIntegrityError
+from kvmesh.cache.lazy_queue import LazyQueue
 from kvmesh.cache.v1 import V1CacheManager, V1Settings
 from kvmesh.cache.v1.block import Block, BlockState
-from kvmesh.cache.v1.queue import BlockQueue
 from kvmesh.cache.v1.tree import BlockTree
 from kvmesh.cache.v1.usage import LevelUse
 from kvmesh.net.clock import ManualClock
@@ -92,7 +92,7 @@ def test_page_counts_must_fit(counts: list[list[int]]) -> None:
 
 def test_a_queue_is_compacted() -> None:
     """Blocks that come and go leave no entries behind without bound."""
-    queue = BlockQueue()
+    queue: LazyQueue[Block] = LazyQueue()
     blocks = [Block(0, 0, i) for i in range(10)]
     for number in range(10_000):
         queue.push(blocks[number % 10], 35, number)
