@@ -26,8 +26,8 @@ class CtxUsage(msgspec.Struct, frozen=True, kw_only=True):
 class DisaggregatedParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The JSON object ``disaggregated_params`` of an OpenAI request or choice."""
 
-    request_type: str
-    """A :data:`RequestType`, any case; lower-cased and checked at the edge."""
+    request_type: str | None = None
+    """A :data:`RequestType`, any case; lower-cased and checked at the edge. It may be left out of a whole request."""
     first_gen_tokens: list[int] | None = None
     first_gen_log_probs: list[list[object]] | None = None
     """Per first token: ``[token_id, logprob, [[token_id, logprob], ...]]``."""

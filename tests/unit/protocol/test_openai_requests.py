@@ -11,6 +11,7 @@ from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.openai.chat import template_messages
 from kvmesh.protocol.openai.requests import ChatCompletionRequest, CompletionRequest, decode_request
 from kvmesh.protocol.openai.validate import request_type_of, validate_request
+from kvmesh.worker.disagg import leg_of
 
 COMPLETION = {"model": "m", "prompt": "hello"}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -70,7 +71,9 @@ def refused(kind: str, body: dict[str, Any] | bytes, **kwargs: Any) -> ApiError:
         ({"request_id": "a b"}, "request_id"),
         ({"model": ""}, "model"),
         ({"disaggregated_params": {"request_type": "everything"}}, "disaggregated_params.request_type"),
-        ({"disaggregated_params": {}}, "disaggregated_params.request_type"),
+        ({"disaggregated_params": {"first_gen_tokens": [1]}}, "disaggregated_params.request_type"),
+        ({"disaggregated_params": {"conversation_id": "c", "ctx_request_id": 5}}, "disaggregated_params.request_type"),
+        ({"disaggregated_params": {"schedule_style": 1}}, "disaggregated_params.request_type"),
         ({"kv_cache_retention_config": []}, "kv_cache_retention_config"),
         ({"conversation_params": {"conversation_id": 5}}, "conversation_params.conversation_id"),
         ({"conversation_params": {"turn": 5}}, "conversation_params.turn"),
@@ -175,6 +178,16 @@ def test_vocabulary_bounds_ids() -> None:
 def test_request_type_ignores_case(text: str) -> None:
     request = check("chat", {**CHAT, "disaggregated_params": {"request_type": text}})
     assert request_type_of(request.disaggregated_params) == "context_only"
+
+
+@pytest.mark.parametrize("params", [{}, {"conversation_id": "c"}, {"request_type": None, "conversation_id": "c"}])
+def test_a_request_without_type_and_leg_is_whole(params: dict[str, Any]) -> None:
+    """§5.1: ``request_type`` says which leg; what belongs to none needs no type, at the router or at a worker."""
+    request = check("chat", {**CHAT, "disaggregated_params": params})
+    assert request_type_of(request.disaggregated_params) == "context_and_generation"
+    assert leg_of(request.disaggregated_params, "both").kind == "aggregated"
+    with pytest.raises(ApiError, match="Send whole requests to the router"):
+        leg_of(request.disaggregated_params, "context")
 
 
 def test_template_messages_are_plain() -> None:

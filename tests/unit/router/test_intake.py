@@ -50,6 +50,7 @@ def taken(**fields: Any) -> Any:
         ({}, None, None),
         ({"conversation_params": {"conversation_id": " a "}}, "a", "a"),
         ({"disaggregated_params": {"request_type": "context_and_generation", "conversation_id": "a"}}, "a", "a"),
+        ({"disaggregated_params": {"conversation_id": "a"}}, "a", "a"),
         ({"conversation_params": {"conversation_id": " "}, "prompt_cache_key": "k"}, None, "k"),
         ({"conversation_params": {"conversation_id": "a"}, "prompt_cache_key": "k"}, "a", "a"),
     ],

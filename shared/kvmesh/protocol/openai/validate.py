@@ -115,12 +115,23 @@ def validate_chat(request: ChatCompletionRequest, *, vocab_size: int | None = No
 
 
 def request_type_of(params: DisaggregatedParams | None) -> RequestType:
-    """The leg a request asks for, in lower case; a request without parameters is served whole.
+    """The leg a request asks for, in lower case (§5.1).
+
+    A request without parameters is served whole, and so is one that has no ``request_type`` and nothing that belongs to
+    a leg: at most a ``conversation_id``.
 
     Raises:
-        ApiError: 400 when ``request_type`` is none of the three known ones.
+        ApiError: 400 when ``request_type`` is none of the three known ones, or missing beside a leg's fields.
     """
     if params is None:
+        return "context_and_generation"
+    if params.request_type is None:
+        if params != DisaggregatedParams(conversation_id=params.conversation_id):
+            raise bad_request(
+                "'request_type' is missing: only a whole request, with no more than 'conversation_id', may leave it out.",
+                param="disaggregated_params.request_type",
+                code="missing_required_parameter",
+            )
         return "context_and_generation"
     wanted = params.request_type.lower()
     for known in _REQUEST_TYPES:
@@ -129,6 +140,7 @@ def request_type_of(params: DisaggregatedParams | None) -> RequestType:
     raise bad_request(
         f"Unknown request_type '{params.request_type}'; use one of {', '.join(_REQUEST_TYPES)}.",
         param="disaggregated_params.request_type",
+        code="invalid_value",
     )
 
 
