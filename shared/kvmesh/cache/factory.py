@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from kvmesh.cache.base import CacheManager
-from kvmesh.cache.device import Device
+from kvmesh.cache.device import Device, DeviceMemoryError
 from kvmesh.cache.errors import TierFailedError
 from kvmesh.cache.events import EventSink
 from kvmesh.cache.layout import PageLayout
@@ -18,7 +18,7 @@ from kvmesh.cache.sizing import LevelPlan, device_reserve_pages, plan_levels
 from kvmesh.cache.storage import Storage
 from kvmesh.cache.storage.probe import available_host_bytes, memlock_limit_bytes
 from kvmesh.cache.v1 import V1CacheManager, V1Settings, ignored_by_v1
-from kvmesh.config import KvCacheConfig
+from kvmesh.config import ConfigError, KvCacheConfig
 from kvmesh.net.clock import Clock
 from kvmesh.telemetry import get_logger
 
@@ -59,10 +59,13 @@ def create_manager(
         max_num_tokens: tokens of a step.
 
     Raises:
-        ConfigError: V1 is asked for what only V2 has.
+        ConfigError: V1 is asked for what only V2 has; the disk tier cannot be made; the system refuses the memory of a
+            host tier of a stated size.
         SizingError: the limits leave no room, or a level has too many pages.
         DeviceMemoryError: the device has too little memory, or cannot reserve addresses for the pool rebalance.
-        TierFailedError: the disk tier cannot be made; without memory for a host tier there is none.
+
+    A host tier whose size is not stated, or whose memory cannot be page-locked (semantics §2 ``host_cache_size``), is
+    left out where its memory cannot be had.
     """
     settings = V1Settings.from_config(config) if config.use_kv_cache_manager_v2 is False else None
     machine_bytes = available_host_bytes()
@@ -98,8 +101,8 @@ def create_manager(
             device_reserve=device_reserve_pages(plan, layout, plan.device_bytes) if rebalance else None,
         )
     except TierFailedError as failure:
-        if plan.tiers[failure.level] != "host":
-            raise
+        if (error := _start_error(config, plan, failure)) is not None:
+            raise error from failure
         _log.error("no host tier: its memory cannot be had", reason=failure.reason)
         return create_manager(
             config.model_copy(update={"host_cache_size": 0}),
@@ -132,6 +135,28 @@ def create_manager(
         )
         if rebalance
         else None,
+    )
+
+
+def _start_error(config: KvCacheConfig, plan: LevelPlan, failure: TierFailedError) -> ConfigError | None:
+    """What to tell who configured a tier that cannot be made; None where the cache does without it."""
+    cause, size = failure.__cause__, plan.level_bytes[failure.level]
+    if plan.tiers[failure.level] == "host":
+        stated = config.host_cache_size is not None and config.host_cache_size > 0
+        if not stated or isinstance(cause, DeviceMemoryError):
+            return None
+        return ConfigError(
+            f"kv_cache_config.host_cache_size of {size} bytes cannot be had: {failure.reason}; lower it, leave it "
+            "unset for an automatic size, or set it to 0 for no host tier"
+        )
+    if isinstance(cause, MemoryError):
+        return ConfigError(
+            f"kv_cache_config.disk_cache_size of {size} bytes cannot be had: no host memory for its checksums and "
+            f"copies: {failure.reason}; lower it, or set it to 0 for no disk tier"
+        )
+    return ConfigError(
+        f"kv_cache_config.disk_cache_path {config.disk_cache_path} cannot be used: {failure.reason}; name a directory "
+        "on a local file system that this user may write to, or set disk_cache_size to 0 for no disk tier"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvmesh.cache import factory
-from kvmesh.cache.device import CpuDevice
+from kvmesh.cache.device import CpuDevice, DeviceMemoryError
 from kvmesh.cache.errors import TierFailedError
 from kvmesh.cache.factory import create_manager, resolve_manager
 from kvmesh.cache.layout import PageLayout
@@ -77,31 +78,60 @@ def test_v1_refuses_before_anything_is_allocated(make_layout: Any, tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
-def test_without_memory_for_a_host_tier_there_is_none(make_layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """§2 host_cache_size: when the host's memory cannot be registered, the cache is built without that tier."""
+def refuse_tier(monkeypatch: pytest.MonkeyPatch, tier: str, cause: Exception) -> None:
+    """Storage fails like the real one where ``tier`` is asked for."""
 
-    class RefusedHost(factory.Storage):
+    class RefusedTier(factory.Storage):
         def __init__(self, layout: PageLayout, num_pages: Any, tiers: Any, *arguments: Any, **options: Any) -> None:
-            if "host" in tiers:
-                raise TierFailedError(1, "refused")
+            if tier in tiers:
+                raise TierFailedError(tiers.index(tier), str(cause)) from cause
             super().__init__(layout, num_pages, tiers, *arguments, **options)
 
-    monkeypatch.setattr(factory, "Storage", RefusedHost)
-    manager = make(make_layout(), host_cache_size=1 << 16)
+    monkeypatch.setattr(factory, "Storage", RefusedTier)
+
+
+@pytest.mark.parametrize(
+    ("size", "cause"),
+    [
+        (1 << 16, DeviceMemoryError("cannot be page-locked")),
+        (None, DeviceMemoryError("cannot be page-locked")),
+        (None, OSError(errno.ENOMEM, "Cannot allocate memory")),
+        (-1, MemoryError("no room")),
+    ],
+)
+def test_a_host_tier_is_left_out(
+    make_layout: Any, monkeypatch: pytest.MonkeyPatch, size: int | None, cause: Exception
+) -> None:
+    """§2 host_cache_size: when the host's memory cannot be registered, the cache is built without that tier."""
+    refuse_tier(monkeypatch, "host", cause)
+    manager = make(make_layout(), host_cache_size=size)
     assert manager.tiers == ("gpu",)
     manager.close()
 
 
-def test_a_disk_tier_that_cannot_be_made_is_an_error(
+@pytest.mark.parametrize("v2", [True, False])
+@pytest.mark.parametrize("cause", [OSError(errno.ENOMEM, "Cannot allocate memory"), MemoryError("no room")])
+def test_a_stated_host_tier_without_memory_is_an_error(
+    make_layout: Any, monkeypatch: pytest.MonkeyPatch, v2: bool, cause: Exception
+) -> None:
+    refuse_tier(monkeypatch, "host", cause)
+    with pytest.raises(ConfigError, match=r"host_cache_size of 65536 bytes cannot be had: .*(allocate|no room)"):
+        make(make_layout(), host_cache_size=1 << 16, use_kv_cache_manager_v2=v2)
+
+
+def test_a_disk_cache_path_that_cannot_be_used_is_named(make_layout: Any) -> None:
+    """Nobody can make a file in /proc, whatever the user's rights."""
+    with pytest.raises(ConfigError, match=r"kv_cache_config\.disk_cache_path /proc cannot be used: \[Errno ") as caught:
+        make(make_layout(), host_cache_size=0, disk_cache_size=1 << 16, disk_cache_path="/proc")
+    assert "takes no more pages" not in str(caught.value)
+
+
+def test_memory_that_a_disk_tier_needs_is_no_fault_of_its_path(
     make_layout: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class RefusedDisk(factory.Storage):
-        def __init__(self, layout: PageLayout, num_pages: Any, tiers: Any, *arguments: Any, **options: Any) -> None:
-            raise TierFailedError(len(tiers) - 1, "refused")
-
-    monkeypatch.setattr(factory, "Storage", RefusedDisk)
-    with pytest.raises(TierFailedError, match="refused"):
-        make(make_layout(), host_cache_size=0, disk_cache_size=1 << 16, disk_cache_path=str(tmp_path))
+    refuse_tier(monkeypatch, "disk", MemoryError("no room"))
+    with pytest.raises(ConfigError, match=r"disk_cache_size of 65536 bytes cannot be had: .*no room"):
+        make(make_layout(), disk_cache_size=1 << 16, disk_cache_path=str(tmp_path))
 
 
 def test_sizes_above_the_machines_are_warned_about(
