@@ -42,7 +42,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
-def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
+def bad_request(message: str, *, param: str | None = None, code: str = "invalid_value") -> ApiError:
     """A 400 for a request that can never succeed as it stands."""
     return ApiError(400, message, code=code, param=param)
 

@@ -31,6 +31,7 @@ def refused(kind: str, body: dict[str, Any] | bytes, **kwargs: Any) -> ApiError:
     assert error.status == 400
     assert set(error.body()["error"]) == {"message", "type", "param", "code"}
     assert error.type == "invalid_request_error"
+    assert error.code, "docs/api.md: every 400 has a code"
     return error
 
 
@@ -153,6 +154,44 @@ def test_chat_accepts(extra: dict[str, Any]) -> None:
 
 def test_unknown_field_hints_at_the_nearest() -> None:
     assert "Did you mean 'temperature'?" in refused("completions", {**COMPLETION, "temprature": 1}).message
+    assert "Did you mean" not in refused("completions", {**COMPLETION, "zzz": 1}).message
+
+
+@pytest.mark.parametrize(
+    ("extra", "param", "nearest"),
+    [
+        (
+            {"kv_cache_retention_config": {"decode_retention_prio": 1}},
+            "kv_cache_retention_config.decode_retention_prio",
+            "decode_retention_priority",
+        ),
+        (
+            {"kv_cache_retention_config": {"token_range_retention_configs": [{"token_strt": 0, "priority": 1}]}},
+            "kv_cache_retention_config.token_range_retention_configs[0].token_strt",
+            "token_start",
+        ),
+        ({"conversation_params": {"conversation": "c"}}, "conversation_params.conversation", "conversation_id"),
+        ({"stream": True, "stream_options": {"includ_usage": True}}, "stream_options.includ_usage", "include_usage"),
+    ],
+)
+def test_unknown_fields_of_nested_objects_hint_too(extra: dict[str, Any], param: str, nearest: str) -> None:
+    for kind, body in (("completions", COMPLETION), ("chat", CHAT)):
+        error = refused(kind, {**body, **extra})
+        assert (error.param, error.code) == (param, "unknown_parameter")
+        assert error.message.endswith(f"Did you mean '{nearest}'?")
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"conversation_params": {"conversation_id": "c" * 513}}, "conversation_params.conversation_id"),
+        ({"disaggregated_params": {"request_type": "everything"}}, "disaggregated_params.request_type"),
+    ],
+)
+def test_values_that_mean_nothing_have_a_code(extra: dict[str, Any], param: str) -> None:
+    error = refused("completions", {**COMPLETION, **extra})
+    assert (error.param, error.code) == (param, "invalid_value")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from difflib import get_close_matches
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar, get_args
 
 import msgspec
 
@@ -229,10 +229,25 @@ def _raise_invalid(message: str, type_: type[msgspec.Struct]) -> NoReturn:
     raise bad_request(f"{subject}: {reason}.", param=where or None, code="invalid_type")
 
 
+def _struct_at(path: str, type_: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """The class of the object at a path like ``kv_cache_retention_config.token_range_retention_configs[0]``."""
+    for part in filter(None, path.split(".")):
+        [field] = (field for field in msgspec.structs.fields(type_) if field.name == part.partition("[")[0])
+        [type_] = _structs_in(field.type)
+    return type_
+
+
+def _structs_in(annotation: Any) -> list[type[msgspec.Struct]]:
+    """The structs in an annotation such as ``list[TokenRange] | None``: one, wherever fields are checked."""
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+        return [annotation]
+    return [struct for part in get_args(annotation) for struct in _structs_in(part)]
+
+
 def _unknown_field(where: str, name: str, type_: type[msgspec.Struct]) -> ApiError:
     param = f"{where}.{name}" if where else name
     if not where and name in _UNSUPPORTED:
         return bad_request(f"'{name}' is refused: {_UNSUPPORTED[name]}.", param=name, code="unsupported_parameter")
-    near = [] if where else get_close_matches(name, type_.__struct_fields__, n=1)
+    near = get_close_matches(name, _struct_at(where, type_).__struct_fields__, n=1)
     hint = f" Did you mean '{near[0]}'?" if near else ""
     return bad_request(f"Unrecognized request argument: '{param}'.{hint}", param=param, code="unknown_parameter")

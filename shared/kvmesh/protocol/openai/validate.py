@@ -128,7 +128,7 @@ def request_type_of(params: DisaggregatedParams | None) -> RequestType:
     if params.request_type is None:
         if params != DisaggregatedParams(conversation_id=params.conversation_id):
             raise bad_request(
-                "'request_type' is missing: only a whole request, with no more than 'conversation_id', may leave it out.",
+                "'request_type' is missing; only a request with no more than 'conversation_id' here may leave it out.",
                 param="disaggregated_params.request_type",
                 code="missing_required_parameter",
             )
@@ -140,7 +140,6 @@ def request_type_of(params: DisaggregatedParams | None) -> RequestType:
     raise bad_request(
         f"Unknown request_type '{params.request_type}'; use one of {', '.join(_REQUEST_TYPES)}.",
         param="disaggregated_params.request_type",
-        code="invalid_value",
     )
 
 
