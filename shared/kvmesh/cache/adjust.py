@@ -51,11 +51,12 @@ def adjust_level(store: BlockStore, storage: Storage, level: int, target: Sequen
 def _shrink(store: BlockStore, storage: Storage, level: int, pool: int, wanted: int) -> None:
     table = store.tables[pool]
     excess = table.num_slots[level] - wanted
+    # Looked at first: nothing is evicted for a pool that stays as it is.
+    if table.fixed(table.pages_above(level, wanted)).any() or table.movable(level, store.placement.usable) < excess:
+        return
     if not store.placement.make_room(pool, level, excess):
         return
     above = table.pages_above(level, wanted)
-    if table.fixed(above).any():
-        return
     free = table.free_slots[level].free
     slots = np.sort(free[free < wanted])[: len(above)]
     if level == DEVICE_LEVEL:
@@ -66,8 +67,8 @@ def _shrink(store: BlockStore, storage: Storage, level: int, pool: int, wanted: 
         except TierFailedError as failure:
             store.placement.disable(failure)
             return
-        store.placement.lose(pool, above[~intact])
-        above, slots = above[intact], slots[intact]
+        left = store.placement.lose_damaged(pool, above, intact)
+        above, slots = above[left], slots[left]
         if len(table.pages_above(level, wanted)) > len(above):
             return  # Somebody still holds a page that is damaged; its slot goes when they leave.
     table.repack(level, above, slots)

@@ -19,7 +19,7 @@ A page number is not an address: ``slots`` gives the place of its bytes in the p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -91,6 +91,9 @@ class PageTable:
         """Pages that peers may still write into, with the number of leases that say so."""
         self.damaged: set[int] = set()
         """Held pages whose bytes a cold tier has lost; they only wait for their users to leave."""
+        self._is_quarantined: NDArray[np.bool_] = np.zeros(num_pages, dtype=np.bool_)
+        self._num_quarantined = 0  # Those that are not locked.
+        self._damaged_held = [0] * len(num_slots)  # By level.
         self._uses: NDArray[np.int64] = np.zeros(num_pages, dtype=np.int64)
         columns = (self._uses, self.level, self.group, self.priority, self.slot, self.node, self.num_tokens)
         self._states = _native.PageStates(columns, len(num_slots))
@@ -102,7 +105,7 @@ class PageTable:
         queued = self._states.queued(level)
         evictable = queued if level == self.last_level else queued - self._queued_held(level)
         on_device = level == DEVICE_LEVEL
-        quarantined = len(self.quarantines) - sum(self.locked(page) for page in self.quarantines) if on_device else 0
+        quarantined = self._num_quarantined if on_device else 0
         locked = self._states.num_locked if on_device else 0
         pinned = self._states.num_fixed - locked - quarantined if on_device else 0
         return PageCounts(total, free, evictable, held, locked, pinned, quarantined)
@@ -143,7 +146,10 @@ class PageTable:
 
     def nbytes(self) -> int:
         """Bytes of all columns and queues."""
-        columns = (self.level, self.slot, self.group, self.priority, self.node, self.num_tokens, self._uses)
+        columns = (
+            *(self.level, self.slot, self.group, self.priority, self.node, self.num_tokens),
+            *(self._uses, self._is_quarantined),
+        )
         lists = (self.free_pages, *self.free_slots)
         return sum(column.nbytes for column in columns) + sum(4 * one.capacity for one in lists) + self._states.nbytes()
 
@@ -231,6 +237,9 @@ class PageTable:
         """
         if (self.node[pages] != NO_NODE).any():
             raise CacheStateError("a page that the tree offers for reuse cannot be quarantined")
+        new = pages[~self._is_quarantined[pages]]
+        self._is_quarantined[new] = True
+        self._num_quarantined += self._count_unlocked(new)
         for page in pages.tolist():
             self.quarantines[page] = self.quarantines.get(page, 0) + 1
 
@@ -248,6 +257,8 @@ class PageTable:
                 self.quarantines[page] = left
             else:
                 del self.quarantines[page]
+                self._is_quarantined[page] = False
+                self._num_quarantined -= not self.locked(page)
 
     def any_quarantined(self, pages: Pages) -> bool:
         """Whether the content of one of ``pages`` is not certain."""
@@ -278,7 +289,7 @@ class PageTable:
         Held pages do not queue on the last level, damaged ones nowhere.
         """
         if self.damaged:
-            pages = pages[[page not in self.damaged for page in pages.tolist()]]
+            pages = _among(pages, self.damaged, wanted=False)
         self._states.push(pages, front)
 
     def pop(self, level: int, count: int) -> Pages:
@@ -294,6 +305,13 @@ class PageTable:
     def is_queued(self, page: int) -> bool:
         """Whether ``page`` waits in the queue of its level."""
         return self._states.is_queued(page)
+
+    def damage(self, pages: Pages) -> None:
+        """The bytes of ``pages``, which the tree has forgotten and somebody still needs, are lost."""
+        new = _among(pages, self.damaged, wanted=False)
+        self.damaged.update(new.tolist())
+        self._count_damaged(new, 1)
+        self._states.discard(new)
 
     def any_damaged(self, pages: Pages) -> bool:
         """Whether the bytes of one of ``pages`` are lost."""
@@ -360,23 +378,37 @@ class PageTable:
         return fixed
 
     def _queued_held(self, level: int) -> int:
-        held = self._states.held(level)
-        if self.damaged:
-            held -= sum(1 for page in self.damaged if self.level[page] == level and 0 < self._uses[page] < _PIN)
-        return held
+        return self._states.held(level) - self._damaged_held[level]
 
     def _change(self, pages: Pages, delta: int) -> None:
         freed = np.empty(len(pages), dtype=np.int32)
+        quarantined = pages[self._is_quarantined[pages]] if self.quarantines else _NONE
+        damaged = _among(pages, self.damaged) if self.damaged else _NONE
+        unlocked = self._count_unlocked(quarantined)
+        self._count_damaged(damaged, -1)
         try:
             count = self._states.change(pages, delta, freed)
         except ValueError as error:
             raise CacheIntegrityError(str(error)) from None
-        if self.damaged:
-            self._states.discard(np.array(list(self.damaged), dtype=np.int32))
+        finally:
+            self._count_damaged(damaged, 1)
+        self._num_quarantined += self._count_unlocked(quarantined) - unlocked
+        if len(damaged):
+            self._states.discard(damaged)
         if self._expiry.waiting and delta < 0:
             self._expiry.start(pages[(self._uses[pages] == 0) & (self.node[pages] != NO_NODE)])
         if count:
             self._free(freed[:count])
+
+    def _count_unlocked(self, pages: Pages) -> int:
+        return int(np.count_nonzero(self._uses[pages] < _LOCK)) if len(pages) else 0
+
+    def _count_damaged(self, pages: Pages, change: int) -> None:
+        """Add ``change`` for each of the damaged ``pages`` that is held."""
+        if len(pages):
+            uses = self._uses[pages]
+            for level in self.level[pages[(uses > 0) & (uses < _PIN)]].tolist():
+                self._damaged_held[level] += change
 
     def _free(self, pages: Pages) -> None:
         if not len(pages):
@@ -396,3 +428,8 @@ class PageTable:
         levels = self.level[pages]
         for level in np.unique(levels).tolist():
             self.free_slots[level].put(self.slot[pages[levels == level]])
+
+
+def _among(pages: Pages, some: Collection[int], *, wanted: bool = True) -> Pages:
+    """Which of ``pages`` are among ``some``, or are not."""
+    return pages[np.fromiter(((page in some) == wanted for page in pages.tolist()), np.bool_, len(pages))]

@@ -89,7 +89,7 @@ class Placement:
         return len(free) >= need
 
     def bring(self, pool: int, pages: Pages, level: int) -> NDArray[np.bool_] | None:
-        """Move ``pages`` (in no queue, all colder than ``level``) up to ``level``.
+        """Move ``pages`` (locked, so in no queue; all colder than ``level``) up to ``level``.
 
         Returns:
             Which of them arrived intact; the others are lost, and the tree has forgotten them. None without room for
@@ -214,7 +214,7 @@ class Placement:
         return kept[table.slot[kept] != NO_PAGE], stuck
 
     def _transfer(self, pool: int, pages: Pages, source: int, target: int) -> NDArray[np.bool_]:
-        """Move bytes and bookkeeping of ``pages`` between two levels, into slots that are free; which are intact."""
+        """Move bytes and bookkeeping of ``pages`` between two levels, into slots that are free; which have arrived."""
         table = self._tables[pool]
         slots = table.free_slots[target].take(len(pages))
         try:
@@ -222,13 +222,13 @@ class Placement:
         except TierFailedError:
             table.free_slots[target].put(slots)
             raise
-        if not intact.all():
-            table.free_slots[target].put(slots[~intact])
-            self.lose(pool, pages[~intact])
-        good = pages[intact]
-        table.relocate(good, target, slots[intact])
+        arrived = self.lose_damaged(pool, pages, intact)
+        if not arrived.all():
+            table.free_slots[target].put(slots[~arrived])
+        good = pages[arrived]
+        table.relocate(good, target, slots[arrived])
         self._moved(pool, good, source, target)
-        return intact
+        return arrived
 
     def _discard(self, pool: int, pages: Pages) -> None:
         if len(pages):
@@ -238,13 +238,24 @@ class Placement:
             self._flows.note("dropped", table.level[pages], table.group[pages])
             self._drop(pool, pages)
 
+    def lose_damaged(self, pool: int, pages: Pages, intact: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Of ``pages`` that were read together lose those that are not ``intact``; which of the others are still there.
+
+        What continues a lost block goes with it, and may have been read together with it.
+        """
+        if intact.all():
+            return intact
+        self.lose(pool, pages[~intact])
+        left: NDArray[np.bool_] = intact & (self._tables[pool].slot[pages] != NO_PAGE)
+        return left
+
     def lose(self, pool: int, pages: Pages) -> None:
         """The bytes of ``pages`` are damaged: the tree forgets them, and their users will find out."""
         table = self._tables[pool]
         self._counters.damaged_pages += len(pages)
         self._flows.note("damaged", table.level[pages], table.group[pages])
         self._drop(pool, pages)
-        table.damaged.update(page for page in pages.tolist() if table.slot[page] != NO_PAGE)
+        table.damage(pages[table.slot[pages] != NO_PAGE])
 
     def disable(self, failure: TierFailedError) -> None:
         """A tier takes nothing any more: what only the tree keeps there goes, what somebody needs can still be read."""

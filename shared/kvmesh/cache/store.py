@@ -209,10 +209,10 @@ class BlockStore:
         emptied: list[int] = []
         for group in np.unique(table.group[pages]).tolist():
             own = pages[table.group[pages] == group]
+            own = own[table.node[own] >= 0]  # Removing blocks of a group before may have taken these along.
             if self.whole_chain[group]:
                 self.remove(table.node[own].tolist())
                 continue
-            own = own[table.node[own] >= 0]
             nodes = table.node[own]
             self.tree.clear_pages(group, nodes)
             self.announcer.removed(group, self.tree.index.keys(nodes), own)

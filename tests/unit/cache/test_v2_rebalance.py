@@ -11,6 +11,7 @@ import pytest
 from event_checks import CheckedEvents
 from forward_pass import ForwardPass
 
+from kvmesh.cache.adjust import adjust_level
 from kvmesh.cache.device import CpuDevice
 from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
 from kvmesh.cache.manager import KvCacheManager
@@ -18,6 +19,7 @@ from kvmesh.cache.rebalance import RebalanceTuner
 from kvmesh.cache.sequence import KvCache
 from kvmesh.cache.settings import CacheSettings
 from kvmesh.cache.storage import Storage
+from kvmesh.cache.storage.disk import PageFile
 from kvmesh.config import KvPoolRebalanceConfig
 from kvmesh.hashing import ReuseScope
 
@@ -222,6 +224,78 @@ def test_a_disk_that_fails_meanwhile_is_disabled(make: Make, monkeypatch: pytest
     for cache in held:
         cache.close()
     started(manager, prompt(9, 40)).close()
+
+
+def spoil(manager: KvCacheManager, level: int, pool: int, slot: int) -> None:
+    """Flip a bit of one page of a colder level."""
+    cold = manager.storage._cold[level - 1][pool]
+    if isinstance(cold, PageFile):
+        with cold.path.open("r+b") as file:
+            place = slot * LAYOUT.pools[pool].page_bytes + 5
+            file.seek(place)
+            byte = file.read(1)[0]
+            file.seek(place)
+            file.write(bytes([byte ^ 0x10]))
+    else:
+        cold.array[slot * cold.page_bytes + 5] ^= 0x10  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["cached", "held"])
+@pytest.mark.parametrize("tiers", [("gpu", "host"), ("gpu", "disk"), ("gpu", "host", "disk")])
+def test_one_damaged_page_among_those_that_are_packed(make: Make, tiers: tuple[str, ...], held: bool) -> None:
+    """§3.9, content safety: what continues the damaged block goes, a slot is free once, the cache stays in order."""
+    shrunk = lost = 0
+    for nth in range(8):
+        manager = make(pages=24, tiers=tiers)
+        caches = []
+        for number in range(1, 6):
+            cache = started(manager, prompt(number, 40))
+            if held and number == 2:
+                cache.suspend()
+                caches.append(cache)
+            else:
+                cache.close()
+        table = manager.store.tables[0]
+        above = table.pages_above(1, 12)
+        assert len(above) >= 8
+        spoil(manager, 1, 0, int(table.slot[above[nth]]))
+        adjust_level(manager.store, manager.storage, 1, [12, 24], 24 * LAYOUT.bytes_per_block)
+        manager.check_integrity()
+        shrunk += table.num_slots[1] == 12
+        for cache in caches:
+            if not cache.resume():
+                assert cache.lost
+                lost += 1
+            cache.close()
+        for number in range(11, 15):
+            started(manager, prompt(number, 40)).close()
+            manager.check_integrity()
+        for number in range(1, 6):
+            # Reads what it found as a forward pass does.
+            started(manager, prompt(number, 41)).close()
+    assert held or shrunk == 8
+    assert bool(lost) == held
+
+
+def test_nothing_is_evicted_for_a_pool_that_cannot_shrink(make: Make) -> None:
+    """§3.9: a page of a lease lies where the pool would end; what is cached in the pool stays."""
+    manager = make(tiers=("gpu",))
+    for number in range(1, 4):
+        started(manager, prompt(number, 8)).close()
+    cache = manager.create(NO_SCOPE, prompt(3, 9), "r")
+    assert cache.resume()
+    lease = cache.hold(8)
+    cache.close()
+    table = manager.store.tables[0]
+    last = int(table.slots(lease.pages(0)).max())
+    before = [manager.match(NO_SCOPE, prompt(number, 9)).num_tokens for number in range(1, 4)]
+    assert before == [8, 8, 8]
+    wanted = min(last, 3)
+    assert len(table.free_slots[0]) < 12 - wanted, "room would have to be made"
+    adjust_level(manager.store, manager.storage, 0, [wanted, 12], 12 * LAYOUT.bytes_per_block)
+    assert table.num_slots[0] == 12
+    assert [manager.match(NO_SCOPE, prompt(number, 9)).num_tokens for number in range(1, 4)] == before
+    lease.release()
 
 
 def test_a_level_that_cannot_grow_stays_smaller(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

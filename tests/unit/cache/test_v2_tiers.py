@@ -250,6 +250,48 @@ def test_a_damaged_page_is_a_miss(make_manager, tmp_path, sink) -> None:
     again.close()
 
 
+@pytest.mark.parametrize("slot", range(6))
+@pytest.mark.parametrize("windows", [(None,), (None, 8)])
+def test_one_damaged_host_page_that_falls_takes_only_what_continues_it(
+    make_manager, windows: tuple[int | None, ...], slot: int
+) -> None:
+    """§3.8, content safety: blocks that fall together with the damaged one that they continue go, and their slots are
+    used again.
+    """
+    manager = make_manager(6, windows=windows, host=6, disk=12)
+    run(manager, prompt(1, 24))
+    run(manager, prompt(2, 24))
+    host = manager.storage._cold[0][0]
+    host.array[slot * host.page_bytes + 5] ^= 0x10
+    for number in range(3, 8):
+        run(manager, prompt(number, 24))
+    counters = manager.stats().counters
+    assert counters.damaged_pages == 1
+    kept = manager.match(NO_SCOPE, prompt(2, 24)).num_tokens
+    again = started(manager, prompt(2, 24))
+    assert again.num_cached_tokens == kept
+    again.close()
+
+
+@pytest.mark.parametrize("slot", range(6))
+def test_one_damaged_host_page_of_a_suspended_sequence(make_manager, slot: int) -> None:
+    """§3.6, content safety: a page that is needed and damaged stays only until its sequence finds out."""
+    manager = make_manager(6, host=6, disk=12)
+    suspended = started(manager, prompt(1, 24))
+    suspended.suspend()
+    run(manager, prompt(2, 24))
+    host = manager.storage._cold[0][0]
+    host.array[slot * host.page_bytes + 5] ^= 0x10
+    for number in range(3, 6):
+        run(manager, prompt(number, 24))
+    assert not suspended.resume()
+    assert suspended.lost
+    suspended.close()
+    for number in range(6, 9):
+        run(manager, prompt(number, 24))
+    assert manager.stats().counters.damaged_pages == 1
+
+
 @pytest.mark.parametrize(("util", "resumed"), [(0.95, 19), (1.0, 20), (0.5, 10)])
 def test_utilisation_counts_what_cannot_leave(make_manager, util: float, resumed: int) -> None:
     """§3.6: unavailable / total must not exceed the limit: one sequence of a block each, as many as may resume."""
