@@ -351,8 +351,9 @@ class FakeCacheManager:
         prompt_length: int | None = None,
         reuse_limit: int | None = None,
         counted: bool = True,
+        again: bool = False,
     ) -> FakeCache:
-        del retention, conversation_id, prompt_length, counted
+        del retention, conversation_id, prompt_length, counted, again
         keys = self.block_keys(scope, token_ids) if block_keys is None else block_keys
         cache = FakeCache(self, scope, token_ids, request_id)
         cache.reuse = reuse

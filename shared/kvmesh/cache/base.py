@@ -201,6 +201,7 @@ class CacheManager(Protocol):
         prompt_length: int | None = None,
         reuse_limit: int | None = None,
         counted: bool = True,
+        again: bool = False,
     ) -> SequenceCache:
         """A new suspended sequence that holds the cached prefix of its prompt.
 
@@ -215,6 +216,7 @@ class CacheManager(Protocol):
             prompt_length: how many of ``token_ids`` are the prompt; None: all.
             reuse_limit: take at most so many leading tokens from the cache; None: as many as there are.
             counted: False: keep it out of the statistics.
+            again: this sequence was counted before, and closed: it is no prompt, and its own blocks are no hits.
         """
         ...
 

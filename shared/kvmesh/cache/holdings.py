@@ -167,11 +167,11 @@ class Holdings:
     def extend(
         self, count: int, history: int, scratch: Sequence[BlockRange], new: Sequence[Pages], generated: int
     ) -> None:
-        """Add blocks up to ``count`` with ``new`` pages; the last ``generated`` of the blocks have no prompt token."""
+        """Add blocks up to ``count`` with ``new`` pages; the last ``generated`` ones are beyond the known tokens."""
         for group, (blocks, part, pages) in enumerate(zip(self._groups, scratch, new, strict=True)):
             blocks.extend(count, history, part, pages)
             if own := len(pages) - len(blocks.scratch_pages):
-                self._tally.tell(self._store.tallies.given, group, own, generated)
+                self._tally.tell(self._store.tallies.given, group, own, generated, self._tally.again)
 
     def truncate(self, count: int) -> None:
         """Give back the pages of the blocks from ``count`` on."""

@@ -136,6 +136,7 @@ class KvCacheManager:
         prompt_length: int | None = None,
         reuse_limit: int | None = None,
         counted: bool = True,
+        again: bool = False,
     ) -> KvCache:
         """A new suspended sequence that holds the cached prefix of its prompt.
 
@@ -151,6 +152,7 @@ class KvCacheManager:
             prompt_length: how many of ``token_ids`` are the prompt; None: all.
             reuse_limit: take at most so many leading tokens from the cache; None: as many as there are.
             counted: False: keep it out of the statistics, and of what decides how memory is split between pools.
+            again: this sequence was counted before, and closed: it is no prompt, and its own blocks are no hits.
 
         Raises:
             ValueError: the prompt is empty.
@@ -179,7 +181,7 @@ class KvCacheManager:
             boundaries=self._boundaries(points, fork),
             snapshot_points=points,
             conversation_id=self._conversation_of(scope, conversation_id, request_id),
-            tally=SequenceTally(counted=counted),
+            tally=SequenceTally(counted=counted, again=again),
         )
         self._sequences.add(sequence)
         self._note_creation(sequence, len(token_ids), looked_up=storing)
@@ -410,6 +412,9 @@ class KvCacheManager:
     def _note_creation(self, sequence: KvCache, prompt_tokens: int, *, looked_up: bool) -> None:
         """Tell a new sequence's tally what was found for it."""
         tally, totals, cached = sequence.tally, self.store.tallies, sequence.num_cached_tokens
+        if tally.again:
+            tally.tell(totals.created_again, prompt_tokens, cached)
+            return
         if self.tuner is not None:
             tally.tell(self.tuner.on_create, cached)
         tally.tell(totals.created, prompt_tokens, cached)

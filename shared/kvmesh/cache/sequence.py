@@ -86,6 +86,8 @@ class KvCache:
         """Off: commits are accepted, but nothing becomes reusable any more."""
         self._stopped = False
         self._prompt_length = prompt_length
+        self._known_length = len(token_ids) if tally.again else prompt_length
+        """Tokens whose blocks are not counted as generated ones."""
         self._chain = TokenChain(scope, token_ids, block_keys, self._block_tokens)
         self._tail_keys: list[bytes] = []
         """Key of the trailing partial block, once it is committed."""
@@ -232,7 +234,7 @@ class KvCache:
         if new is None:  # Without windows; with them, a tier failed while making room.
             return False
         self._history = history
-        generated = max(0, wanted - max(self._num_blocks, -(-self._prompt_length // self._block_tokens)))
+        generated = max(0, wanted - max(self._num_blocks, -(-self._known_length // self._block_tokens)))
         self._pages.extend(wanted, history, scratch, new, generated)
         self._num_blocks, self._capacity = wanted, capacity
         self._sample()

@@ -30,9 +30,11 @@ class CacheCounters:
     new_pages: int = 0
     """Those of them that did not begin as a copy of a reused page."""
     prompt_tokens: int = 0
-    """Tokens of all sequences at their creation."""
+    """Tokens of all sequences at their first creation."""
     cached_tokens: int = 0
     """Those of them whose KV was found."""
+    recomputed_tokens: int = 0
+    """Tokens of released sequences that were not found when these went on; in none of the figures above."""
     evicted_pages: int = 0
     copied_pages: int = 0
     """Pages copied to the device: blocks that were found in part, and states."""

@@ -2,7 +2,8 @@
 
 A sequence counts from its first computed step on: until then its figures are its own, and vanish with it. So a sequence
 that the scheduler makes, finds no room for and gives back counts once, when it really begins. Sequences that are not
-to be counted keep theirs to themselves for ever.
+to be counted keep theirs to themselves for ever. One that is made again after a release is no new prompt, and what it
+finds is for the most part its own: of it counts only what is beyond the tokens that were there before.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class GroupTally(NamedTuple):
     allocated: int = 0
     """Given to sequences; without scratch slots."""
     new: int = 0
-    """Those of them that did not begin as a copy of a reused page."""
+    """Those of them that did not begin as a copy of a reused page: missed, generated, and those computed again."""
     missed: int = 0
     """New ones for blocks with prompt tokens."""
     generated: int = 0
@@ -57,6 +58,7 @@ class Totals(NamedTuple):
     reused_partial_blocks: int
     prompt_tokens: int
     cached_tokens: int
+    recomputed_tokens: int
 
 
 _FIELDS = GroupTally._fields[1:]
@@ -78,7 +80,7 @@ class Tallies:
         self._rows = [[0] * len(_FIELDS) for _ in range(num_groups)]
         """By layer group, the fields of :class:`GroupTally` but the first. Plain numbers: there are few groups."""
         self._flows = flows
-        self._prompt_tokens = self._cached_tokens = 0
+        self._prompt_tokens = self._cached_tokens = self._recomputed_tokens = 0
 
     def snapshot(self) -> tuple[GroupTally, ...]:
         """The figures by layer group."""
@@ -87,12 +89,16 @@ class Tallies:
     def totals(self) -> Totals:
         """Sums over the layer groups, and tokens of all sequences."""
         sums = [sum(column) for column in zip(*(row[:_SUMMED] for row in self._rows), strict=True)]
-        return Totals._make([*sums, self._prompt_tokens, self._cached_tokens])
+        return Totals._make([*sums, self._prompt_tokens, self._cached_tokens, self._recomputed_tokens])
 
     def created(self, prompt_tokens: int, cached_tokens: int) -> None:
         """A sequence was created with ``prompt_tokens``, of which ``cached_tokens`` were found."""
         self._prompt_tokens += prompt_tokens
         self._cached_tokens += cached_tokens
+
+    def created_again(self, known_tokens: int, cached_tokens: int) -> None:
+        """A sequence went on from nothing but ``cached_tokens`` of the ``known_tokens`` that it had."""
+        self._recomputed_tokens += known_tokens - cached_tokens
 
     def found(self, group: int, level: int, full: int, partial: int) -> None:
         """A prompt found blocks of an attention group on ``level``, whole and in part."""
@@ -111,14 +117,17 @@ class Tallies:
         row = self._rows[group]
         row[_LOOKUPS:] = [figure + more for figure, more in zip(row[_LOOKUPS:], figures, strict=True)]
 
-    def given(self, group: int, pages: int, generated: int) -> None:
-        """A sequence got ``pages`` new pages; of its new blocks the last ``generated`` are beyond the prompt."""
+    def given(self, group: int, pages: int, generated: int, again: int = False) -> None:
+        """A sequence got ``pages`` new pages; of its new blocks the last ``generated`` are beyond the prompt.
+
+        With ``again`` they are beyond what it had before its release, and it has missed nothing.
+        """
         generated = min(pages, generated)
         row = self._rows[group]
         row[_ALLOCATED] += pages
         row[_NEW] += pages
         row[_GENERATED] += generated
-        row[_MISSED] += pages - generated
+        row[_MISSED] += 0 if again else pages - generated
 
     def given_one(self, group: int, copied: bool) -> None:
         """A sequence got the page of its state, or one for the copy of a block that was found in part."""
@@ -132,12 +141,14 @@ class SequenceTally:
 
     Args:
         counted: False: nothing is told, ever.
+        again: it was counted before, and released.
     """
 
-    __slots__ = ("_waiting", "counted")
+    __slots__ = ("_waiting", "again", "counted")
 
-    def __init__(self, *, counted: bool) -> None:
+    def __init__(self, *, counted: bool, again: bool = False) -> None:
         self.counted = counted
+        self.again = again
         self._waiting: list[tuple[Callable[..., None], tuple[int, ...]]] | None = []
         """What is told with the first step; None after it."""
 

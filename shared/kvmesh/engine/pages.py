@@ -73,6 +73,7 @@ class SequencePages:
                 conversation_id=seq.conversation_id,
                 reuse=match and not seq.probe,
                 counted=not seq.probe,
+                again=seq.in_statistics,
                 prompt_length=seq.history.prompt_length,
                 reuse_limit=self._reuse_limit(seq) if match else None,
             )
@@ -124,7 +125,7 @@ class SequencePages:
     def advance(self, seq: Sequence, num_tokens: int) -> None:
         """``num_tokens`` more tokens have their KV in the cache; full blocks become reusable."""
         assert seq.cache is not None
-        seq.cache.note_step()
+        self._note_step(seq)
         before, seq.num_computed = seq.num_computed, seq.num_computed + num_tokens
         if before // self.tokens_per_block != seq.num_computed // self.tokens_per_block:
             self._commit(seq)
@@ -146,7 +147,7 @@ class SequencePages:
     def receive(self, seq: Sequence) -> None:
         """The whole prompt's KV has arrived in the sequence's pages; they become reusable."""
         assert seq.cache is not None
-        seq.cache.note_step()  # Where all was here already there is nothing to commit.
+        self._note_step(seq)  # Where all was here already there is nothing to commit.
         seq.num_computed = max(seq.num_computed, seq.history.prompt_length)
         self._commit(seq)
 
@@ -172,6 +173,11 @@ class SequencePages:
         # Only whole blocks: a copied part of a block would be in the way of the peer that sends the block whole, and
         # must not become reusable if that goes wrong.
         return found.num_full_blocks * self.tokens_per_block
+
+    def _note_step(self, seq: Sequence) -> None:
+        assert seq.cache is not None
+        seq.cache.note_step()
+        seq.in_statistics = True
 
     def _commit(self, seq: Sequence) -> None:
         # A suspended cache takes no commits, and needs none: everything was committed before.

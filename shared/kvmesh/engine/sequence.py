@@ -68,6 +68,8 @@ class Sequence:
     """Keys of the full blocks of its leading tokens, as far as they were asked for: a prompt is hashed once."""
     prefetched: bool = False
     """Whether its pages in the slowest tier were asked for while it was queued."""
+    in_statistics: bool = False
+    """Whether a step of it was computed: then the cache's statistics know its prompt, however often it starts anew."""
     num_cached: int | None = None
     """Prompt tokens found in the local cache when first scheduled; None before."""
     timings: RequestTimings = field(default_factory=RequestTimings)

@@ -27,6 +27,7 @@ _DOCUMENTATION = {
     "generated_blocks": "New blocks of generated tokens only; one counts in each layer group",
     "allocated_pages": "Pages given to sequences, without scratch slots",
     "new_pages": "Pages given to sequences that did not begin as a copy of a reused page",
+    "recomputed_tokens": "Tokens of released sequences that were not found when these went on",
     "evicted_pages": "Reusable pages given away",
     "copied_pages": "Pages copied to the device: blocks that were found in part, and states",
     "rebased_pages": "Pages freed because another sequence had committed the same block first",

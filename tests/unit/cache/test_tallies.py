@@ -173,6 +173,39 @@ def test_uncounted_sequences_never_count(make_manager: Factory, v1: bool) -> Non
     assert stats.free == stats.total, "nothing of it can be reused"
 
 
+@pytest.mark.parametrize("v1", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_sequence_that_is_made_again_is_no_new_prompt(make_manager: Factory, v1: bool, whole: bool) -> None:
+    """Released for want of pages, it finds its own blocks: no hits. What is computed again was missed once.
+
+    §3.10: pages really given are allocated and new ones, as ever.
+    """
+    manager = SmallCache(16).manager if v1 else make_manager(16)
+    generated = np.array([900, 901], dtype=np.int32)
+    serve(manager, ids(10), output=2)
+    before = manager.stats().counters
+    assert (before.prompt_tokens, before.cached_tokens, before.missed_blocks) == (10, 0, 3)
+    if not whole:
+        manager.clear_reusable_blocks()
+    known = np.concatenate((ids(10), generated))
+    sequence = manager.create(SCOPE, known, "r", prompt_length=10, again=True)
+    assert sequence.resume()
+    cached = sequence.num_cached_tokens
+    assert cached == (11 if whole else 0)
+    assert sequence.resize(12)
+    sequence.commit(known[cached:])
+    assert sequence.resize(16)
+    sequence.commit(ids(4, 950))
+    sequence.close()
+    after = manager.stats()
+    assert after.counters.recomputed_tokens == 12 - cached
+    for name in ("prompt_tokens", "cached_tokens", "missed_blocks", "reused_full_blocks", "reused_partial_blocks"):
+        assert getattr(after.counters, name) == getattr(before, name), name
+    assert after.counters.generated_blocks == before.generated_blocks + 1, "of the tokens 12 to 15"
+    assert after.counters.allocated_pages - before.allocated_pages == (1 + 1 if whole else 3 + 1)
+    check_sums(after)
+
+
 def test_a_resumption_without_a_step_is_none(make_manager: Factory) -> None:
     """The scheduler resumes, finds that too little room is left for the others, and suspends again."""
     manager = make_manager(16)

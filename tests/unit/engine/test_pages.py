@@ -44,6 +44,24 @@ def test_what_was_generated_is_no_prompt_when_a_sequence_starts_anew(told: list[
     bench.run()
     again = told[-1]
     assert again["num_tokens"] > again["prompt_length"] == b.history.prompt_length == 6
+    first, *later = [one["again"] for one in told if one["prompt_length"] == 6]
+    assert not first
+    assert later
+    assert all(later)
+
+
+def test_a_sequence_that_never_computed_a_step_is_as_new(told: list[dict[str, Any]]) -> None:
+    bench = SchedulerBench(20)
+    seq = bench.add("a", 9)
+    for _ in range(2):
+        assert bench.pages.open(seq)
+        bench.pages.discard(seq)
+    assert bench.pages.open(seq)
+    assert bench.pages.grow(seq, 9)
+    bench.pages.advance(seq, 9)
+    bench.pages.discard(seq)
+    assert bench.pages.open(seq)
+    assert [one["again"] for one in told] == [False, False, False, True]
 
 
 def test_a_receiver_takes_whole_blocks_only(told: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:

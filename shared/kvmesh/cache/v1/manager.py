@@ -139,6 +139,7 @@ class V1CacheManager:
         prompt_length: int | None = None,
         reuse_limit: int | None = None,
         counted: bool = True,
+        again: bool = False,
     ) -> V1Sequence:
         """See :class:`~kvmesh.cache.base.CacheManager`; ``conversation_id`` has no effect, for V1 has one policy.
 
@@ -165,7 +166,7 @@ class V1CacheManager:
             match=found,
             retention=retention,
             storing=reuse,
-            tally=SequenceTally(counted=counted),
+            tally=SequenceTally(counted=counted, again=again),
         )
         self._sequences.add(sequence)
         self._note_creation(sequence, len(token_ids))
@@ -276,6 +277,9 @@ class V1CacheManager:
     def _note_creation(self, sequence: V1Sequence, prompt_tokens: int) -> None:
         """Tell a new sequence's tally what was found for it."""
         tally, totals = sequence.tally, self.usage.tallies
+        if tally.again:
+            tally.tell(totals.created_again, prompt_tokens, sequence.num_cached_tokens)
+            return
         tally.tell(totals.created, prompt_tokens, sequence.num_cached_tokens)
         for view in sequence.views:
             for level, full in Counter(block.level for block in view.live()).items():

@@ -74,6 +74,8 @@ class V1Sequence:
         self._state = _State.CREATED
         self._lost = self._stopped = False
         self._prompt_length = prompt_length
+        self._known_length = len(token_ids) if tally.again else prompt_length
+        """Tokens whose blocks are not counted as generated ones."""
         self._tokens = SequenceTokens(scope, token_ids, keys, self._block_tokens)
         self._capacity = self._history = self._committed = match.num_tokens
         self._num_stored = match.num_tokens // self._block_tokens
@@ -181,10 +183,11 @@ class V1Sequence:
             for view, begin in zip(self.views, new_from, strict=True):
                 needs[self._usage.pool_of_group[view.group]] += max(wanted - begin, 0)
             assert self._tiers.reserve(needs)
-            generated = max(0, wanted - max(present, -(-self._prompt_length // self._block_tokens)))
+            generated = max(0, wanted - max(present, -(-self._known_length // self._block_tokens)))
             for view, begin in zip(self.views, new_from, strict=True):
                 self._grow(view, min(begin, wanted), wanted)
-                self.tally.tell(self._usage.tallies.given, view.group, max(wanted - begin, 0), generated)
+                pages = max(wanted - begin, 0)
+                self.tally.tell(self._usage.tallies.given, view.group, pages, generated, self.tally.again)
         else:
             for view in self.views:
                 for block in view.cut(wanted):
