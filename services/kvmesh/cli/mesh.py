@@ -18,7 +18,7 @@ from kvmesh.cli.logs import LogFollower
 from kvmesh.cli.parent import SUPERVISOR_PID_VARIABLE
 from kvmesh.cli.plan import ChildPlan, MeshPlan, with_free_event_ports
 from kvmesh.cli.ports import PortPicker
-from kvmesh.cli.readiness import ask_first_question, wait_until_ready
+from kvmesh.cli.readiness import Waiting, ask_first_question, wait_until_ready, why_not_ready
 from kvmesh.cli.rundir import MeshState, ProcessState, RunDir, start_ticks
 from kvmesh.cli.supervisor import Child, ChildEvent, Supervisor
 from kvmesh.config import MeshSettings, RouterSettings
@@ -136,13 +136,15 @@ class Mesh:
     async def _come_up(self) -> None:
         headers = self._api_key_headers()
         timeout_s = self._settings.ready_timeout_s
+        waiting = Waiting(self._plan)
         with anyio.move_on_after(timeout_s) as scope:
             self._step("waiting for " + ", ".join(("indexer", *self._plan.worker_names)))
-            await wait_until_ready(self._plan, self._progress.up)
+            await wait_until_ready(waiting, self._progress.up)
             self._step("asking a first question")
             self._state.model, self._state.first_answer = await ask_first_question(self._plan.url, headers)
         if scope.cancelled_caught:
-            raise TimeoutError(f"not ready within {timeout_s:g} s ({self._state.message}); see {self._run_dir.logs}")
+            reason = await why_not_ready(waiting) or self._state.message
+            raise TimeoutError(f"not ready within {timeout_s:g} s: {reason}; see {self._run_dir.logs}")
         self._supervisor.mark_ready()
         self._state.phase, self._state.message = "ready", ""
         self._write_state()

@@ -14,7 +14,7 @@ from kvmesh.net.client import HttpClient, PeerUnreachableError
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.members import MemberList
 
-__all__ = ["ask_first_question", "wait_until_ready"]
+__all__ = ["Waiting", "ask_first_question", "wait_until_ready", "why_not_ready"]
 
 POLL_S = 0.1
 FIRST_QUESTION = "What is the capital of France?"
@@ -24,16 +24,29 @@ WARM_UP_TOKENS = 2
 FIRST_ANSWER_TIMEOUT_S = 60.0
 
 
-async def wait_until_ready(plan: MeshPlan, on_up: Callable[[str], None]) -> None:
+class Waiting:
+    """What a mesh still waits for.
+
+    Attributes:
+        plan: of the mesh.
+        missing: what has not come up yet, by name; the router comes last.
+    """
+
+    def __init__(self, plan: MeshPlan) -> None:
+        self.plan = plan
+        self.missing = {"coordinator", "indexer", *plan.worker_names, "router"}
+
+
+async def wait_until_ready(waiting: Waiting, on_up: Callable[[str], None]) -> None:
     """Return when all services answer and every worker has registered; the caller bounds the wait.
 
     Args:
-        plan: of the mesh.
+        waiting: for what; kept up to date.
         on_up: told each name as it comes up.
     """
-    missing = {"coordinator", "indexer", *plan.worker_names}
+    plan, missing = waiting.plan, waiting.missing
     async with HttpClient(timeout_s=2.0) as http:
-        while missing:
+        while missing - {"router"}:
             found = await _registered(http, plan.coordinator_url)
             if "indexer" in missing and await _answers(http, f"{plan.indexer_url}/health"):
                 found.append("indexer")
@@ -45,7 +58,24 @@ async def wait_until_ready(plan: MeshPlan, on_up: Callable[[str], None]) -> None
         # Another process has no event to wait for.
         while not await _answers(http, f"{plan.url}/ready"):  # noqa: ASYNC110
             await anyio.sleep(POLL_S)
+        missing.discard("router")
         on_up("router")
+
+
+async def why_not_ready(waiting: Waiting) -> str:
+    """After the wait: what is missing, or the router's own reason; empty when nothing is."""
+    if others := sorted(waiting.missing - {"router"}):
+        return f"{', '.join(others)} did not come up"
+    if not waiting.missing:
+        return ""
+    async with HttpClient(timeout_s=2.0) as http:
+        try:
+            async with http.open("GET", f"{waiting.plan.url}/ready"):
+                return ""  # it has come up just now
+        except ApiError as error:
+            return f"all have come up, but {error.message}"
+        except PeerUnreachableError:
+            return "the router did not come up"
 
 
 async def _registered(http: HttpClient, coordinator_url: str) -> list[str]:

@@ -28,6 +28,7 @@ from kvmesh.cli.rundir import RunDir, RunDirBusyError, is_running
 from kvmesh.cli.supervisor import StartFailedError
 from kvmesh.config import ConfigError, MeshSettings, WorkerSettings, load_settings
 from kvmesh.config.errors import sentence_of
+from kvmesh.config.mesh_pairing import refuse_unpairable
 from kvmesh.config.mesh_plan import plan_mesh as plan_settings
 from kvmesh.config.sources import merged
 from kvmesh.config.startup import refuse_unsupported
@@ -130,6 +131,10 @@ def _checked(mesh: MeshSettings) -> dict[str, WorkerSettings]:
     for section, worker in sections.items():
         with _named(section):
             check_settings(worker)
+    try:
+        refuse_unpairable(workers)
+    except ConfigError as error:
+        raise UserError(sentence_of(error)) from error
     return sections
 
 

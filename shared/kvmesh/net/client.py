@@ -35,6 +35,12 @@ class _ErrorBody(msgspec.Struct):
     error: _ErrorDetail
 
 
+class _HealthBody(msgspec.Struct):
+    """What a service that is not ready says of itself."""
+
+    detail: str
+
+
 class HttpClient:
     """A pooled client; use as an async context manager.
 
@@ -135,7 +141,7 @@ async def _api_error(response: aiohttp.ClientResponse) -> ApiError:
     try:
         detail = msgspec.json.decode(data, type=_ErrorBody).error
     except msgspec.DecodeError:
-        text = data[:200].decode(errors="replace")
+        text = _health_detail(data) or data[:200].decode(errors="replace")
         return ApiError(response.status, f"{response.url} answered {response.status}: {text}", type="server_error")
     code = None if detail.code is None else str(detail.code)
     return ApiError(
@@ -146,3 +152,10 @@ async def _api_error(response: aiohttp.ClientResponse) -> ApiError:
         param=detail.param,
         retry_after_s=retry_after_s,
     )
+
+
+def _health_detail(data: bytes) -> str:
+    try:
+        return msgspec.json.decode(data, type=_HealthBody).detail
+    except msgspec.DecodeError:
+        return ""

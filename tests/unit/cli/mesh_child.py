@@ -44,6 +44,8 @@ class Stand(Service):
 
     async def _ready(self, _request: web.Request) -> web.Response:
         roles = {member.role for member in self.client.members()}
+        if self.settings.get("model") == "unready":
+            return json_response({"ready": False, "detail": "no pair is usable"}, 503)
         return json_response({}, 200 if {"context", "generation"} <= roles else 503)
 
     async def _models(self, _request: web.Request) -> web.Response:

@@ -172,7 +172,22 @@ def test_a_model_that_cannot_be_loaded_ends_the_start_with_its_log(command):
 def test_a_mesh_that_is_not_ready_in_time_says_what_it_waited_for(command):
     up = command.run("up", "--set=ready_timeout_s=0.01", *PORTS)
     assert up.returncode == 1
-    assert "not ready within 0.01 s" in up.stdout
+    assert "not ready within 0.01 s: " in up.stdout
+    assert "context-0, coordinator, generation-0, indexer did not come up" in up.stdout
+
+
+def test_a_mesh_that_never_serves_says_why_in_the_routers_words(command):
+    up = command.run("up", "--model=unready", "--set=ready_timeout_s=6", *PORTS)
+    assert up.returncode == 1
+    assert "not ready within 6 s: all have come up, but " in up.stdout
+    assert "answered 503: no pair is usable" in up.stdout
+
+
+def test_halves_that_never_pair_start_nothing(command):
+    up = command.run("up", "--set=context.kv_cache_config.tokens_per_block=64", *PORTS)
+    assert up.returncode == 2
+    assert "context.kv_cache_config.tokens_per_block is 64 and generation" in up.stderr
+    assert not command.run_dir.path.exists(), "nothing was begun"
 
 
 def test_a_taken_port_is_named(command):
