@@ -30,6 +30,17 @@ class FreeList:
         """The free numbers, in no useful order (a view; read it at once)."""
         return self._stack[: self._count]
 
+    def holds_exactly(self, free: NDArray[np.bool_]) -> bool:
+        """Whether the free numbers are exactly those that ``free``, bool ``[capacity]``, marks, each of them once."""
+        numbers = self.free
+        if len(free) != self.capacity or len(numbers) != np.count_nonzero(free):
+            return False
+        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < self.capacity:
+            return False
+        found = np.zeros(self.capacity, dtype=np.bool_)
+        found[numbers] = True
+        return bool(np.array_equal(found, free))
+
     def take(self, count: int) -> NDArray[np.int32]:
         """Remove and return ``count`` numbers, the most recently freed first.
 

@@ -43,9 +43,7 @@ def _require(condition: bool | np.bool_, message: str) -> None:
 def _check_states(table: PageTable) -> None:
     pages = np.arange(table.num_pages, dtype=np.int32)
     free = table.slot == NO_PAGE
-    _require(
-        bool(np.array_equal(np.sort(table.free_pages.free), pages[free])), "the free list does not hold the free pages"
-    )
+    _require(table.free_pages.holds_exactly(free), "the free list does not hold the free pages")
     locks, pins, holds = table.uses(pages)
     _require(min(locks.min(initial=0), pins.min(initial=0), holds.min(initial=0)) >= 0, "a use count is negative")
     used = (locks > 0) | (pins > 0) | (holds > 0)
@@ -59,7 +57,7 @@ def _check_states(table: PageTable) -> None:
     _require(not (damaged & (known | ~used)).any(), "a damaged page is offered for reuse, or kept for nobody")
     held = ~fixed & (holds > 0)
     waiting = (known & ~used) | (held & ~damaged & (table.level < table.last_level))
-    queued = np.array([table.is_queued(page) for page in pages.tolist()], dtype=np.bool_)
+    queued = table.queued_mask()
     _require(bool(np.array_equal(queued, waiting)), "the eviction queues do not hold exactly what may leave")
     for level in range(table.last_level + 1):
         here = table.level == level
@@ -70,16 +68,20 @@ def _check_states(table: PageTable) -> None:
         _require(min(counts) >= 0 and sum(counts[1:]) == counts.total, "the states do not add up to all pages")
     for page in table.quarantines:
         _require(bool(pins[page] > 0 and not known[page]), "a quarantined page is not pinned, or is reusable")
+    unsafe = sum(bool(locks[page] == 0) for page in table.quarantines)
+    _require(table.counts().quarantined == unsafe, "the number of quarantined pages is wrong")
     _require(table.counts().locked == int((locks > 0).sum()), "the number of locked pages is wrong")
 
 
 def _check_slots(table: PageTable) -> None:
     for level, free in enumerate(table.free_slots):
         in_use = table.slot[(table.slot != NO_PAGE) & (table.level == level)]
-        slots = np.concatenate((in_use, free.free))
-        _require(
-            bool(np.array_equal(np.sort(slots), np.arange(table.num_slots[level]))), "a slot is lost or used twice"
-        )
+        inside = not len(in_use) or 0 <= in_use.min() <= in_use.max() < table.num_slots[level]
+        _require(inside, "a page is in a slot that does not exist")
+        unused = np.ones(table.num_slots[level], dtype=np.bool_)
+        unused[in_use] = False
+        once = len(in_use) == len(unused) - np.count_nonzero(unused)
+        _require(once and free.holds_exactly(unused), "a slot is lost or used twice")
 
 
 def _check_offers(store: BlockStore) -> None:

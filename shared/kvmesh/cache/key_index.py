@@ -31,7 +31,8 @@ class KeyIndex(_native.KeyIndex):
     """
 
     # The rest is native: __len__; grow(capacity), never down; find(key), -1 when absent; add(keys, nodes);
-    # remove(nodes), which returns their keys in order; key(node) and keys(nodes); nbytes(), of the whole index.
+    # remove(nodes), which returns their keys in order; key(node) and keys(nodes); names(nodes), whether each has a key
+    # by which it is found; nbytes(), of the whole index.
     __slots__ = ()
 
     def walk(self, keys: Sequence[bytes]) -> NDArray[np.int32]:
@@ -106,6 +107,13 @@ class KeyIndexReference:
     def keys(self, nodes: NDArray[np.int32]) -> list[bytes]:
         """The keys of ``nodes``, in order."""
         return [self.key(node) for node in nodes.tolist()]
+
+    def names(self, nodes: NDArray[np.int32]) -> bool:
+        """Whether each of ``nodes`` has a key by which it is found."""
+        keys = [self._at(node) for node in nodes.tolist()]
+        return all(
+            key is not None and self._nodes.get(key) == node for key, node in zip(keys, nodes.tolist(), strict=True)
+        )
 
     def _at(self, node: int) -> bytes | None:
         if not 0 <= node < len(self._keys):

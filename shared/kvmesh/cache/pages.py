@@ -306,6 +306,12 @@ class PageTable:
         """Whether ``page`` waits in the queue of its level."""
         return self._states.is_queued(page)
 
+    def queued_mask(self) -> NDArray[np.bool_]:
+        """Which of all pages wait in the queue of their level."""
+        mask = np.empty(self.num_pages, dtype=np.bool_)
+        self._states.queued_into(mask)
+        return mask
+
     def damage(self, pages: Pages) -> None:
         """The bytes of ``pages``, which the tree has forgotten and somebody still needs, are lost."""
         new = _among(pages, self.damaged, wanted=False)

@@ -230,26 +230,28 @@ class BlockTree:
             CacheIntegrityError: they contradict each other.
         """
         alive = np.flatnonzero(self._num_tokens.view != _FREE).astype(np.int32)
-        if len(alive) != len(self.index) or not np.array_equal(self.index.walk(self.index.keys(alive)), alive):
+        if len(alive) != len(self.index) or not self.index.names(alive):
             raise CacheIntegrityError("the index and the blocks name different keys")
-        if len(alive) + len(self._free) != self._free.capacity or np.isin(alive, self._free.free).any():
+        if not self._free.holds_exactly(self._num_tokens.view == _FREE):
             raise CacheIntegrityError("a tree node is lost, or free and in use")
         blocks = self.nodes()
         parents = self._parent.view[blocks]
-        if (self._num_tokens.view[parents] == _FREE).any():
+        if (parents < 0).any() or (self._num_tokens.view[parents] == _FREE).any():
             raise CacheIntegrityError("a block continues one that is not in the tree")
         if (self._num_tokens.view[parents] % self.tokens_per_block != 0).any():
             raise CacheIntegrityError("a partial block is continued")
         counted = np.bincount(parents, minlength=self._free.capacity)[alive]
         if not np.array_equal(counted, self._num_children.view[alive]):
             raise CacheIntegrityError("a block miscounts its children")
-        linked = sorted(child for node in alive.tolist() for child in self.children(node))
-        if linked != sorted(blocks.tolist()):
+        if not _native.check_links(self._columns):
             raise CacheIntegrityError("the lists of children do not hold exactly all blocks")
-        leaves = self._num_children.view[alive] == 0
-        if (self._num_tokens.view[alive][leaves] == 0).any():
+        leaves = alive[self._num_children.view[alive] == 0]
+        if (self._num_tokens.view[leaves] == 0).any():
             raise CacheIntegrityError("a root without blocks was kept")
-        if self.empty_leaves(alive[leaves].tolist()):
+        empty = np.ones(len(leaves), dtype=np.bool_)
+        for column in self._pages:
+            empty &= column.view[leaves] == NO_PAGE
+        if empty.any():
             raise CacheIntegrityError("a leaf without pages was kept")
 
     def _take(self, count: int) -> Nodes:

@@ -35,3 +35,15 @@ def test_free_list() -> None:
     free.put(pages(1))
     with pytest.raises(CacheIntegrityError, match="twice"):
         free.put(pages(0))
+
+
+@pytest.mark.parametrize(("numbers", "holds"), [((4, 1), True), ((4, 2), False), ((4, 4), False), ((4,), False)])
+def test_what_is_free_can_be_checked(numbers: tuple[int, ...], holds: bool) -> None:
+    free = FreeList(5)
+    free.take(5)
+    free.put(pages(*numbers))
+    marks = np.array([False, True, False, False, True])
+    assert free.holds_exactly(marks) == holds
+    assert not free.holds_exactly(marks[:4])
+    free._stack[0] = 5
+    assert not free.holds_exactly(marks), "there is no such number"

@@ -78,11 +78,14 @@ class Histories(RuleBasedStateMachine):
     @rule(data=st.data())
     def remove_what_is_there(self, data: st.DataObject) -> None:
         nodes = data.draw(st.lists(st.sampled_from(self.used()), unique=True))
+        assert self.native.names(as_nodes(nodes))
+        self.both(lambda index: index.names(as_nodes(nodes)))
         self.both(lambda index: index.remove(as_nodes(nodes)))
 
     @rule(nodes=st.lists(NODES, max_size=4))
     def remove(self, nodes: list[int]) -> None:
         self.both(lambda index: index.keys(as_nodes(nodes)))
+        self.both(lambda index: index.names(as_nodes(nodes)))
         self.both(lambda index: index.remove(as_nodes(nodes)))
 
     @rule(keys=st.lists(KEYS, max_size=20))

@@ -114,9 +114,10 @@ class PageHistories(RuleBasedStateMachine):
         for level in range(LEVELS):
             assert self.native.held(level) == self.twin.held(level)
             assert self.native.queued(level) == self.twin.queued(level)
-        assert [self.native.is_queued(page) for page in range(PAGES)] == [
-            self.twin.is_queued(page) for page in range(PAGES)
-        ]
+        mask = np.empty(PAGES, dtype=np.bool_)
+        self.native.queued_into(mask)
+        queued = [self.twin.is_queued(page) for page in range(PAGES)]
+        assert [self.native.is_queued(page) for page in range(PAGES)] == queued == mask.tolist()
 
     def teardown(self) -> None:
         for level in range(LEVELS):
@@ -149,6 +150,8 @@ def test_page_states_refuse_what_does_not_fit() -> None:
         states.change(numbers([0]), -LOCK, numbers([0]))
     with pytest.raises(IndexError, match="level 1"):
         states.pop(1, numbers([0]))
+    with pytest.raises(ValueError, match="each of 4 pages"):
+        states.queued_into(np.empty(3, dtype=np.bool_))
     assert not columns[USES].any()
 
 
@@ -200,6 +203,7 @@ def test_chains_and_subtrees(data: st.DataObject) -> None:
                 for group in range(GROUPS):
                     if data.draw(st.booleans()):
                         columns[6 + group][node] = twin.pages[group][node] = node
+        assert _native.check_links(columns)
         for node in range(NODES):
             assert (num_tokens[node] != FREE) == (node in twin.parents)
         for node, children in twin.children.items():

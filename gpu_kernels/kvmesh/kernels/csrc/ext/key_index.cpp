@@ -357,6 +357,21 @@ PyObject* index_keys(PyObject* self, PyObject* argument) {
   return list_keys(table_of(self), nodes);
 }
 
+PyObject* index_names(PyObject* self, PyObject* argument) {
+  const Table& table = table_of(self);
+  BufferView nodes;
+  if (!nodes.acquire(argument, 4, false, "nodes")) return nullptr;
+  const int32_t* numbers = nodes.numbers();
+  const Py_ssize_t count = nodes.size() / 4;
+  for (Py_ssize_t i = 0; i < count; ++i)
+    if (!check_range(table, numbers[i])) return nullptr;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (i + kLookahead < count) table.prefetch(table.key(numbers[i + kLookahead]));
+    if (!table.used(numbers[i]) || table.find(table.key(numbers[i])) != numbers[i]) Py_RETURN_FALSE;
+  }
+  Py_RETURN_TRUE;
+}
+
 PyObject* index_nbytes(PyObject* self, PyObject*) { return PyLong_FromSize_t(table_of(self).bytes()); }
 
 PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
@@ -372,6 +387,7 @@ PyMethodDef index_methods[] = {
     {"remove", index_remove, METH_O, "remove(nodes) -> list[bytes]\n\nAll of them, or none and an error; their keys."},
     {"key", index_key, METH_O, "key(node) -> bytes"},
     {"keys", index_keys, METH_O, "keys(nodes) -> list[bytes]"},
+    {"names", index_names, METH_O, "names(nodes) -> bool\n\nWhether each of them has a key by which it is found."},
     {"nbytes", index_nbytes, METH_NOARGS, "nbytes() -> int"},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -373,6 +373,18 @@ PyObject* states_is_queued(PyObject* self, PyObject* argument) {
   return PyBool_FromLong(states_of(self).queued_level[page] != 0);
 }
 
+PyObject* states_queued_into(PyObject* self, PyObject* argument) {
+  const States& states = states_of(self);
+  BufferView out;
+  if (!out.acquire(argument, 1, true, "out")) return nullptr;
+  if (out.size() != states.num_pages) {
+    PyErr_Format(PyExc_ValueError, "out must have a byte for each of %lld pages", static_cast<long long>(states.num_pages));
+    return nullptr;
+  }
+  for (int64_t page = 0; page < states.num_pages; ++page) out.bytes()[page] = states.queued_level[page] != 0;
+  Py_RETURN_NONE;
+}
+
 // The held ones among `pages` are about to be on `level`: must be called before the level column is changed.
 PyObject* states_relocate(PyObject* self, PyObject* const* arguments, Py_ssize_t num_arguments) {
   if (num_arguments != 2) {
@@ -418,6 +430,8 @@ PyMethodDef states_methods[] = {
     {"queued", states_queued, METH_O, "queued(level) -> int"},
     {"held", states_held, METH_O, "held(level) -> int"},
     {"is_queued", states_is_queued, METH_O, "is_queued(page) -> bool"},
+    {"queued_into", states_queued_into, METH_O,
+     "queued_into(out)\n\nWrite for every page whether it is in a queue, a byte each."},
     {"nbytes", states_nbytes, METH_NOARGS, "nbytes() -> int"},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -250,6 +250,29 @@ PyObject* unlink_subtrees(PyObject*, PyObject* const* arguments, Py_ssize_t num_
   return Py_BuildValue("(NN)", removed_bytes, root_bytes);
 }
 
+// Visiting a block twice would find another one before it than the first time: the loop ends.
+bool linked(const Columns& tree) {
+  Py_ssize_t num_blocks = 0, num_linked = 0;
+  for (int32_t node = 0; node < tree.capacity; ++node) {
+    if (tree.num_tokens[node] == kFree) continue;
+    num_blocks += tree.num_tokens[node] != 0;
+    int32_t before = kNone;
+    for (int32_t child = tree.first_child[node]; child != kNone; child = tree.next[child]) {
+      if (child < 0 || child >= tree.capacity || tree.num_tokens[child] <= 0) return false;
+      if (tree.parent[child] != node || tree.previous[child] != before) return false;
+      before = child;
+      ++num_linked;
+    }
+  }
+  return num_linked == num_blocks;
+}
+
+PyObject* check_links(PyObject*, PyObject* columns) {
+  Columns tree;
+  if (!tree.acquire(columns)) return nullptr;
+  return PyBool_FromLong(linked(tree));
+}
+
 PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
@@ -263,6 +286,8 @@ PyMethodDef kvmesh_tree_methods[] = {
     {"shared_prefixes", fast(shared_prefixes), METH_FASTCALL,
      "shared_prefixes(columns, rows, parent, wanted) -> list[tuple[int, int]]\n\n"
      "Each child of parent, newest first, and how many leading tokens of wanted it holds."},
+    {"check_links", check_links, METH_O,
+     "check_links(columns) -> bool\n\nWhether the lists of children hold exactly all blocks, linked both ways."},
     {"unlink_subtrees", fast(unlink_subtrees), METH_FASTCALL,
      "unlink_subtrees(columns, nodes) -> (bytes, bytes)\n\n"
      "Take out nodes, what continues them, and ancestors left without children and pages: int32 of blocks, of roots."},
