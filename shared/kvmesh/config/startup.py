@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from kvmesh.config.cache_effects import cache_settings_without_effect
 from kvmesh.config.errors import ConfigError, NotSupportedYetError
 from kvmesh.config.event_ports import event_port_problems
 from kvmesh.config.kv_cache import KvCacheConfig
@@ -69,7 +70,7 @@ def refuse_impossible(
 
 
 def settings_without_effect(settings: WorkerSettings) -> list[str]:
-    """Fields that were set and do nothing here, as ``path=value``, for one warning when the server starts."""
+    """Fields that were set and do nothing here, as ``path=value``, for one warning each when the server starts."""
     notes = []
     for prefix, config in (
         ("", settings),
@@ -83,7 +84,7 @@ def settings_without_effect(settings: WorkerSettings) -> list[str]:
     cache = settings.kv_cache_config
     if cache.use_kv_cache_manager_v2 is True and not getattr(cache, V1_ONLY):
         notes.append(f"kv_cache_config.{V1_ONLY}=False (V2 always copies)")
-    return notes
+    return notes + cache_settings_without_effect(cache)
 
 
 def _blockers(settings: ServiceSettings, cache_dtypes: Collection[str] | None) -> Iterator[str]:

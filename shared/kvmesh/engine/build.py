@@ -15,6 +15,7 @@ from kvmesh.cache.factory import create_manager, resolve_manager
 from kvmesh.cache.layout import LayoutError, PageLayout
 from kvmesh.cache.sizing import SizingError
 from kvmesh.config import ConfigError, WorkerSettings
+from kvmesh.config.cache_effects import model_settings_without_effect
 from kvmesh.config.startup import refuse_impossible, refuse_unsupported, settings_without_effect
 from kvmesh.config.worker import DEFAULT_CPU_MEMORY_BYTES
 from kvmesh.engine.channel import MessageChannel
@@ -156,6 +157,13 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
         model_prefers_v2=any(layer.window is not None for layer in requirements.layers),
     )
     layout = PageLayout.build(requirements, settings.kv_cache_config.tokens_per_block)
+    for note in model_settings_without_effect(
+        cache_config,
+        num_layers=len(requirements.layers),
+        num_pools=len(layout.pools),
+        windowed=any(group.window is not None for group in layout.groups),
+    ):
+        _log.warning("setting has no effect here", setting=note)
     events = create_event_source(
         settings,
         EventOrigin(

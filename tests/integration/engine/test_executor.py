@@ -93,6 +93,16 @@ def test_a_context_cap_has_no_effect_without_mla_layers(
     assert bench.executor.counters.prefilled_tokens == 82
 
 
+def test_what_does_nothing_with_this_model_is_told_at_start(
+    make_engine: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"enable_kv_pool_rebalance": True, "enable_swa_scratch_reuse": True, "disk_prefetch_num_reqs": 1}
+    make_engine(cache=settings)
+    lines = capsys.readouterr().out
+    for name in settings:
+        assert lines.count(f"kv_cache_config.{name}=") == 1
+
+
 @pytest.mark.parametrize("policy", ["max_utilization", "guaranteed_no_evict"])
 def test_a_cache_too_small_for_all_serves_all(make_engine: Make, prompt: Make, request_of: Make, policy: str) -> None:
     """Sixteen requests that need several times the cache: all finish, with their solo outputs, and no page is lost."""

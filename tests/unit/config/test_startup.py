@@ -16,6 +16,7 @@ from kvmesh.config import (
     RouterSettings,
     WorkerSettings,
 )
+from kvmesh.config.cache_effects import model_settings_without_effect
 from kvmesh.config.event_ports import event_port_problems
 from kvmesh.config.startup import refuse_impossible, refuse_unsupported, settings_without_effect
 
@@ -321,3 +322,65 @@ def test_settings_without_effect() -> None:
         "kv_cache_config.use_uvm=True",
         "cache_transceiver_config.max_tokens_in_buffer=5",
     ]
+
+
+TURNS = {"block_reuse_config": {"max_num_turns": 3}}
+CONVERSATIONS = {"block_reuse_config": {"policy": "per_conversation", "max_num_turns": 3}}
+REBALANCE = {"kv_pool_rebalance_config": {"check_interval": 5}}
+DISK = {"disk_cache_size": 1 << 20, "disk_cache_path": "/"}
+
+
+@pytest.mark.parametrize(
+    ("cache", "named"),
+    [
+        (TURNS, ["block_reuse_config.max_num_turns=3"]),
+        (CONVERSATIONS, []),
+        (REBALANCE, ["kv_pool_rebalance_config.check_interval=5"]),
+        ({**REBALANCE, "enable_kv_pool_rebalance": True}, []),
+        ({"disk_cache_path": "/"}, ["disk_cache_path='/'"]),
+        ({"disk_prefetch_num_reqs": 2}, ["disk_prefetch_num_reqs=2"]),
+        ({"disk_prefetch_num_reqs": 2, "use_kv_cache_manager_v2": False}, []),
+        ({"disk_prefetch_num_reqs": 2, **DISK}, []),
+        ({"disk_prefetch_num_reqs": 2, **DISK, "enable_block_reuse": False}, ["disk_prefetch_num_reqs=2"]),
+        ({**CONVERSATIONS, "enable_block_reuse": False}, ["block_reuse_config.policy='per_conversation'"]),
+        ({"cold_tier_offload_min_priority": 5}, []),
+        (
+            {"cold_tier_offload_min_priority": 5, "enable_partial_reuse": False, "enable_block_reuse": False},
+            ["cold_tier_offload_min_priority=5", "enable_partial_reuse=False"],
+        ),
+        # Suspended sequences use the tiers.
+        ({**DISK, "host_cache_size": 1 << 20, "enable_block_reuse": False}, []),
+    ],
+    ids=str,
+)
+def test_settings_without_effect_beside_others(cache: dict[str, Any], named: list[str]) -> None:
+    notes = settings_without_effect(worker(cache))
+    assert [note.split(" (")[0] for note in notes] == [f"kv_cache_config.{field}" for field in named]
+    assert all(note.endswith(")") for note in notes), "each says why"
+
+
+@pytest.mark.parametrize(
+    ("cache", "num_pools", "windowed", "named"),
+    [
+        ({"enable_kv_pool_rebalance": True}, 1, True, ["enable_kv_pool_rebalance=True"]),
+        ({"enable_kv_pool_rebalance": True}, 2, True, []),
+        ({"enable_swa_scratch_reuse": True}, 1, False, ["enable_swa_scratch_reuse=True"]),
+        ({"enable_swa_scratch_reuse": True}, 1, True, []),
+        (
+            {"block_reuse_config": {"swa_endpoint_rewind_tokens": 8}},
+            1,
+            False,
+            ["block_reuse_config.swa_endpoint_rewind_tokens=8"],
+        ),
+        ({"block_reuse_config": {"swa_endpoint_rewind_tokens": 8}}, 1, True, []),
+        ({"max_attention_window": [8, 16]}, 1, True, []),
+        ({"max_attention_window": [8, 16, 32]}, 1, True, ["max_attention_window=[8, 16, 32]"]),
+    ],
+    ids=str,
+)
+def test_settings_without_effect_with_a_model_of_two_layers(
+    cache: dict[str, Any], num_pools: int, windowed: bool, named: list[str]
+) -> None:
+    config = KvCacheConfig.model_validate(cache)
+    notes = model_settings_without_effect(config, num_layers=2, num_pools=num_pools, windowed=windowed)
+    assert [note.split(" (")[0] for note in notes] == [f"kv_cache_config.{field}" for field in named]
