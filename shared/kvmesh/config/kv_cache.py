@@ -58,7 +58,8 @@ class KvCacheConfig(StrictModel):
     attention_dp_events_gather_period_ms: Annotated[int, Field(gt=0)] = 5
     """Period in milliseconds of gathering attention-DP events across ranks."""
     kv_events_config: KVEventsConfig | None = None
-    """Streaming (push) publication of KV cache events, by each rank itself (V2 only)."""
+    """Streaming (push) publication of KV cache events, by each rank itself. In TensorRT-LLM with V2 only; here with V1,
+    too, whose keys have 8 bytes."""
     enable_partial_reuse: bool = True
     """Whether a block that matches only in part can be reused."""
     copy_on_partial_reuse: bool = True

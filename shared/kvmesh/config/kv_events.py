@@ -12,7 +12,10 @@ __all__ = ["KVEventsConfig"]
 
 
 class KVEventsConfig(StrictModel):
-    """Configuration for streaming (push-based) KV cache event publishing over ZeroMQ."""
+    """Configuration for streaming (push-based) KV cache event publishing over ZeroMQ.
+
+    TensorRT-LLM streams with KV cache manager V2 only; this works with both managers.
+    """
 
     enable_kv_cache_events: bool = False
     """Whether to produce and publish KV cache events over the streaming (push) path."""

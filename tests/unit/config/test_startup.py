@@ -313,6 +313,14 @@ class TestEventPorts:
         assert event_port_problems(endpoint, endpoint, ranks_per_host=8, world_size=8) == []
 
 
+def test_v1_may_stream_its_events() -> None:
+    """§2 kv_events_config is for V2 alone in TensorRT-LLM; workers with V1 are routed to by their events, too."""
+    settings = worker({"use_kv_cache_manager_v2": False, "kv_events_config": {"enable_kv_cache_events": True}})
+    refuse_unsupported(settings)
+    refuse_impossible(settings, max_seq_len=512)
+    assert settings_without_effect(settings) == []
+
+
 def test_settings_without_effect() -> None:
     assert settings_without_effect(worker()) == []
     settings = worker({"use_uvm": True, "sink_token_length": 4}, {"max_tokens_in_buffer": 5}, tensor_parallel_size=2)

@@ -75,8 +75,10 @@ def test_v1_warns_of_an_algorithm_that_it_does_not_have() -> None:
     assert len(logs) == 1
 
 
-def test_a_null_publisher_collects_and_sends_nothing(make_blocks: MakeBlocks) -> None:
-    source = source_of({"kv_events_config": STREAMED})
+@pytest.mark.parametrize("v2", [True, False])
+def test_a_null_publisher_collects_and_sends_nothing(make_blocks: MakeBlocks, v2: bool) -> None:
+    """With both managers, although TensorRT-LLM streams with V2 only (§2 kv_events_config)."""
+    source = source_of({"kv_events_config": STREAMED}, manager_v2=v2)
     assert source.sink is not None
     source.sink.on_stored(0, make_blocks([1]))
     source.sink.on_removed(0, make_blocks([1]).keys, 0)
