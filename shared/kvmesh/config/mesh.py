@@ -36,11 +36,11 @@ class MeshSettings(TracedSettings):
     num_aggregated: Annotated[int, Field(ge=0)] = 0
     """Servers with no role restriction, which serve whole requests alone."""
     context_port: Port = 8101
-    """HTTP port of the first context server; the others follow."""
+    """HTTP port of the first context server; the others follow. Only where set, else ``up`` takes free ones."""
     generation_port: Port = 8201
-    """HTTP port of the first generation server; the others follow."""
+    """HTTP port of the first generation server; the others follow. Only where set, else ``up`` takes free ones."""
     aggregated_port: Port = 8501
-    """HTTP port of the first unrestricted server; the others follow."""
+    """HTTP port of the first unrestricted server; the others follow. Only where set, else ``up`` takes free ones."""
     events_port: Port = 5557
     """KV event port of the first worker; the others follow."""
     replay_port: Port = 5657
