@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
+from kvmesh.cache.ratios import SizingError
+from kvmesh.cache.sizing import plan_levels
 from kvmesh.config import ConfigError, WorkerSettings
 from kvmesh.config.startup import refuse_impossible, refuse_unsupported
 from kvmesh.config.transfer_backend import (
@@ -13,10 +17,16 @@ from kvmesh.config.transfer_backend import (
     refuse_unbuilt,
     resolve,
 )
-from kvmesh.models.config import read_config
+from kvmesh.config.v2_only import refuse_v2_only
+from kvmesh.config.worker import DEFAULT_CPU_MEMORY_BYTES
+from kvmesh.models.attention_windows import effective_windows
+from kvmesh.models.config import ModelConfig, read_config
 from kvmesh.models.store import ModelSource
 
 __all__ = ["check_model", "check_settings"]
+
+_GPU_FILE = Path("/dev/nvidiactl")
+"""There where a CUDA device can be."""
 
 
 def check_settings(settings: WorkerSettings) -> None:
@@ -26,6 +36,8 @@ def check_settings(settings: WorkerSettings) -> None:
         ConfigError: the message names the fields and says what to do.
     """
     refuse_unsupported(settings)
+    if not settings.kv_cache_config.may_use_v2:
+        refuse_v2_only(settings.kv_cache_config)
     transfers = settings.cache_transceiver_config
     # With 'auto' the engine may still find a GPU: what only then is wrong, it says itself.
     facts = ServerFacts(pool_device="cuda" if settings.device == "cuda" else "cpu", nixl_installed=nixl_is_installed())
@@ -57,3 +69,43 @@ def check_model(settings: WorkerSettings, source: ModelSource) -> None:
             "lower it, or leave it out"
         )
     refuse_impossible(settings, max_seq_len=limit)
+    _check_cache(settings, config, limit)
+
+
+def _check_cache(settings: WorkerSettings, config: ModelConfig, max_seq_len: int) -> None:
+    """Refuse a cache that the engine could not make.
+
+    Its sizes are judged for a CPU device only, whose memory is stated; the memory of a GPU the engine learns itself.
+    """
+    cache = settings.kv_cache_config
+    windows = effective_windows(config.windows, cache.max_attention_window, max_seq_len)
+    if cache.use_kv_cache_manager_v2 == "auto":
+        # As the engine chooses.
+        cache = cache.model_copy(update={"use_kv_cache_manager_v2": any(window is not None for window in windows)})
+        if not cache.may_use_v2:
+            refuse_v2_only(cache)
+    if settings.device == "cuda" or (settings.device == "auto" and _GPU_FILE.exists()):
+        return
+    dtype = "float32" if settings.dtype == "auto" else settings.dtype
+    layers = [
+        LayerCacheSpec(
+            layer_index=index,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=dtype,
+            window=window,
+        )
+        for index, window in enumerate(windows)
+    ]
+    try:
+        plan_levels(
+            cache,
+            PageLayout.build(CacheRequirements(tuple(layers)), cache.tokens_per_block),
+            free_device_bytes=settings.device_memory_bytes or DEFAULT_CPU_MEMORY_BYTES,
+            available_host_bytes=0,  # an automatic host tier is never too small: there is none then
+            max_seq_len=max_seq_len,
+            max_batch_size=settings.max_batch_size,
+            max_num_tokens=settings.max_num_tokens,
+        )
+    except SizingError as error:
+        raise ConfigError(str(error)) from error

@@ -60,6 +60,10 @@ def test_the_defaults_pass(tmp_path: Path) -> None:
             {"cache_transceiver_config": CacheTransceiverConfig(backend="DEFAULT"), "cluster_secret": None},
             r"backend DEFAULT needs a cluster secret: set KVMESH_CLUSTER_SECRET",
         ),
+        (
+            {"kv_cache_config": KvCacheConfig(use_kv_cache_manager_v2=False, enable_swa_scratch_reuse=True)},
+            r"only KV cache manager V2 has: enable_swa_scratch_reuse",
+        ),
     ],
 )
 def test_what_no_model_makes_possible(fields: dict[str, Any], says: str) -> None:
@@ -79,6 +83,13 @@ def test_a_backend_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"max_seq_len": 513}, r"max_seq_len 513 exceeds the 512 tokens .* lower it"),
         ({"kv_cache_config": KvCacheConfig(tokens_per_block=48)}, "tokens_per_block must be a power of two"),
         ({"kv_cache_config": KvCacheConfig(avg_seq_len=513)}, "avg_seq_len 513 is above max_seq_len 512"),
+        (
+            {"kv_cache_config": KvCacheConfig(use_kv_cache_manager_v2="auto", enable_swa_scratch_reuse=True)},
+            r"only KV cache manager V2 has: enable_swa_scratch_reuse",
+        ),
+        # A page is 2 layers x (K, V) x 2 heads x 8 x 4 bytes x 32 tokens.
+        ({"device": "cpu", "device_memory_bytes": 4096}, r"no room for one block of 32 tokens \(8192 bytes\)"),
+        ({"device": "cpu", "kv_cache_config": KvCacheConfig(host_cache_size=8191)}, "raise host_cache_size"),
     ],
 )
 def test_what_this_model_makes_impossible(fields: dict[str, Any], says: str, tmp_path: Path) -> None:
