@@ -80,8 +80,12 @@ def _check_tree(index: BlockIndex, group: int, anchors: Counter[int]) -> list[Bl
 def _check_slots(use: LevelUse, blocks: list[Block]) -> None:
     slots = [*(block.slot for block in blocks), *use.free.free.tolist()]
     _require(sorted(slots) == list(range(use.free.capacity)), "a slot is lost or used twice")
-    tally = Counter(block.state for block in blocks)
-    _require(all(use.counts[state] == tally[state] for state in BlockState), "the states of blocks are miscounted")
+    states = Counter(block.state for block in blocks)
+    _require(all(use.counts[state] == states[state] for state in BlockState), "the states of blocks are miscounted")
+    of_groups = Counter((block.group, block.state) for block in blocks)
+    for group, counts in enumerate(use.group_counts):
+        exact = all(counts[state] == of_groups[group, state] for state in BlockState)
+        _require(exact, "the blocks of a layer group are miscounted")
 
 
 def _check_queue(usage: BlockUsage, use: LevelUse, blocks: list[Block]) -> None:

@@ -236,7 +236,7 @@ class V1CacheManager:
 
     def level_stats(self) -> list[LevelStats]:
         """See :class:`~kvmesh.cache.base.CacheManager`."""
-        return level_stats(self.layout, self.usage, self._tiers, self._blocks())
+        return level_stats(self.layout, self.usage, self._tiers)
 
     def check_integrity(self) -> None:
         """See :class:`~kvmesh.cache.base.CacheManager`."""
@@ -256,13 +256,6 @@ class V1CacheManager:
         if not self._closed:
             self._closed = True
             self._memory.close()
-
-    def _blocks(self) -> set[Block]:
-        """Every block that exists."""
-        blocks = {node.block for tree in self.index.trees for node in tree.nodes() if node.block is not None}
-        blocks.update(block for sequence in self._sequences for block in sequence.used())
-        blocks.update(block for lease in self._leases for block in lease.pinned())
-        return blocks
 
     def _find(self, scope: ReuseScope, token_ids: TokenIds, keys: list[bytes], limit: int | None = None) -> Match:
         """The longest prefix, of ``limit`` tokens at most, that every layer group can serve."""

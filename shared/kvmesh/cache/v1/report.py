@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from kvmesh.cache.layout import PageLayout
 from kvmesh.cache.pages import PageCounts
 from kvmesh.cache.stats import GroupPages, LevelStats
-from kvmesh.cache.v1.block import Block, BlockState
+from kvmesh.cache.v1.block import BlockState
 from kvmesh.cache.v1.usage import BlockUsage, LevelUse
 
 __all__ = ["level_stats", "page_counts", "reservable_pages"]
@@ -32,13 +32,8 @@ def reservable_pages(use: LevelUse) -> int:
     return use.free.capacity - use.counts[BlockState.PINNED] - use.counts[BlockState.QUARANTINED]
 
 
-def level_stats(
-    layout: PageLayout, usage: BlockUsage, tiers: Sequence[str], blocks: Iterable[Block]
-) -> list[LevelStats]:
-    """Each level in detail; ``blocks`` are all that exist."""
-    tallies = [[[0] * len(BlockState) for _ in layout.groups] for _ in tiers]
-    for block in blocks:
-        tallies[block.level][block.group][block.state] += 1
+def level_stats(layout: PageLayout, usage: BlockUsage, tiers: Sequence[str]) -> list[LevelStats]:
+    """Each level in detail, in time linear in layer groups and levels."""
     return [
         LevelStats(
             level,
@@ -46,7 +41,8 @@ def level_stats(
             tuple(levels[level].free.capacity for levels in usage.pools),
             tuple(len(levels[level].free) for levels in usage.pools),
             tuple(
-                _group_pages(group.group_id, group.window, tallies[level][group.group_id]) for group in layout.groups
+                _group_pages(group.group_id, group.window, usage.pools[group.pool][level].group_counts[group.group_id])
+                for group in layout.groups
             ),
         )
         for level, tier in enumerate(tiers)

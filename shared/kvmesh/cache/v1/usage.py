@@ -36,13 +36,20 @@ def slots_of(blocks: Iterable[Block]) -> Slots:
 
 
 class LevelUse:
-    """One pool on one level."""
+    """One pool on one level.
 
-    def __init__(self, num_pages: int) -> None:
+    Args:
+        num_pages: its slots.
+        num_groups: layer groups of all pools.
+    """
+
+    def __init__(self, num_pages: int, num_groups: int) -> None:
         self.free = FreeList(num_pages)
         self.queue: LazyQueue[Block] = LazyQueue()
         self.counts = [0] * len(BlockState)
         """Blocks by state."""
+        self.group_counts = [[0] * len(BlockState) for _ in range(num_groups)]
+        """Blocks by layer group and state."""
 
     @property
     def available(self) -> int:
@@ -62,7 +69,9 @@ class BlockUsage:
     def __init__(self, layout: PageLayout, num_pages: Sequence[Sequence[int]], now_s: Callable[[], float]) -> None:
         self.pool_of_group = [group.pool for group in layout.groups]
         self.windowed = [group.window is not None for group in layout.groups]
-        self.pools = [[LevelUse(counts[pool]) for counts in num_pages] for pool in range(len(layout.pools))]
+        self.pools = [
+            [LevelUse(counts[pool], len(layout.groups)) for counts in num_pages] for pool in range(len(layout.pools))
+        ]
         """``pools[pool][level]``."""
         self.num_levels = len(num_pages)
         self.flows = PageFlows(len(num_pages), len(layout.groups))
@@ -192,10 +201,11 @@ class BlockUsage:
     def _count(self, block: Block) -> None:
         state = block.state
         if state is not block.counted_as:
-            counts = self.place_of(block).counts
-            if block.counted_as is not None:
-                counts[block.counted_as] -= 1
-            counts[state] += 1
+            place = self.place_of(block)
+            for counts in (place.counts, place.group_counts[block.group]):
+                if block.counted_as is not None:
+                    counts[block.counted_as] -= 1
+                counts[state] += 1
             block.counted_as = state
 
     def _leave(self, block: Block) -> None:
@@ -204,6 +214,7 @@ class BlockUsage:
         place.queue.discard(block)
         if block.counted_as is not None:
             place.counts[block.counted_as] -= 1
+            place.group_counts[block.group][block.counted_as] -= 1
             block.counted_as = None
 
 

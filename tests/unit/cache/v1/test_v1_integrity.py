@@ -41,6 +41,7 @@ BREAK: dict[str, Callable[[SmallCache, list[Block]], object]] = {
     "slot is lost": lambda cache, _: use(cache).free.take(1),
     "used twice": lambda _, blocks: setattr(blocks[0], "slot", 1),
     "states of blocks are miscounted": lambda cache, _: use(cache).counts.__setitem__(BlockState.LOCKED, 1),
+    "group are miscounted": lambda cache, _: use(cache).group_counts[0].__setitem__(BlockState.HELD, 1),
     "exactly the blocks that may go": lambda cache, blocks: use(cache).queue.discard(blocks[2]),
     "queue holds a block that does not exist": lambda cache, _: use(cache).queue.push(Block(0, 0, 9), 35, 10**9),
     "quarantined blocks are miscounted": lambda cache, _: setattr(cache.manager.usage, "quarantined", 1),

@@ -7,6 +7,7 @@ fingerprints, and a new sequence must find exactly what the naive cache says.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 from v1_cache import WORDS_PER_TOKEN, SmallCache, fingerprint
 
+from kvmesh.cache.stats import GroupPages
 from kvmesh.cache.storage.memory import HostPool
-from kvmesh.cache.v1.block import HOST, Block
+from kvmesh.cache.v1.block import HOST, Block, BlockState
 from kvmesh.cache.v1.lease import BlockLease
 from kvmesh.cache.v1.sequence import V1Sequence
 from kvmesh.hashing import ReuseScope, as_token_ids
@@ -278,6 +280,31 @@ class V1Machine(RuleBasedStateMachine):
             assert sink.levels[group] == {key: block.level for key, block in offered.items()}
             assert sink.priorities[group] == {key: block.priority for key, block in offered.items()}
         assert stats.cached_blocks == max(len(prefixes) for prefixes in sink.prefixes)
+        assert [(level.level, pages) for level in self.manager.level_stats() for pages in level.groups] == self.walked()
+
+    def walked(self) -> list[tuple[int, GroupPages]]:
+        """What the levels' statistics should say, by looking at every block."""
+        blocks = {node.block for tree in self.manager.index.trees for node in tree.nodes() if node.block is not None}
+        blocks.update(block for running in self.open for block in running.cache.used())
+        blocks.update(block for held in self.held for block in held.lease.pinned())
+        found = Counter((block.level, block.group, block.state) for block in blocks)
+        return [
+            (
+                level,
+                GroupPages(
+                    group.group_id,
+                    group.window,
+                    locked=found[level, group.group_id, BlockState.LOCKED],
+                    pinned=sum(
+                        found[level, group.group_id, state] for state in (BlockState.PINNED, BlockState.QUARANTINED)
+                    ),
+                    held=found[level, group.group_id, BlockState.HELD],
+                    evictable=found[level, group.group_id, BlockState.EVICTABLE],
+                ),
+            )
+            for level in range(len(self.manager.tiers))
+            for group in self.small.layout.groups
+        ]
 
     @invariant()
     def content_is_intact(self) -> None:
