@@ -10,8 +10,13 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from typing import NamedTuple
 
-from kvmesh.cache.pages import NO_PAGE
+import numpy as np
+from numpy.typing import NDArray
+
+from kvmesh.cache.layout import LayerGroupLayout
+from kvmesh.cache.pages import NO_PAGE, Pages
 from kvmesh.cache.store import BlockStore
+from kvmesh.cache.tree import Nodes
 from kvmesh.cache.windows import first_live_block
 from kvmesh.hashing import ReuseScope
 
@@ -73,21 +78,45 @@ class Conversations:
             self._turns.popitem(last=False)
 
     def _drop(self, oldest: _Turn, newer: list[_Turn]) -> None:
-        size = self._store.tokens_per_block
-        tree = self._store.tree
+        """Drop what only ``oldest`` needs, last block first: one call for each pool, however long the turn was."""
+        nodes = self._store.tree.walk(oldest.keys)
+        pages: list[list[Pages]] = [[] for _ in self._store.tables]
         for group, layout in enumerate(self._store.layout.groups):
-            needed: set[bytes] = set()
+            needed = np.zeros(len(nodes), dtype=np.bool_)
             for turn in newer:
-                if layout.kind == "state":
-                    begin = len(turn.keys) - 1
-                else:
-                    begin = 0 if layout.window is None else first_live_block(turn.length, size, layout.window)
-                needed.update(turn.keys[begin:])
-            table = self._store.group_tables[group]
-            for key in reversed(oldest.keys):
-                node = None if key in needed else tree.find(key)
-                if node is None or (layout.has_every_page and tree.num_children(node)):
-                    continue  # Somebody else's blocks continue it.
-                page = tree.pages(group)[[node]]
-                if page[0] != NO_PAGE and table.unused(page)[0]:
-                    self._store.drop_pages(layout.pool, page)
+                needed[self._first_needed(layout, turn) : _shared(oldest.keys, turn.keys)] = True
+            own = self._store.tree.pages(group)[nodes]
+            free = ~needed & (own != NO_PAGE) & self._store.group_tables[group].unused(own)
+            pages[layout.pool].append(self._removable(nodes, own, free) if layout.has_every_page else own[free][::-1])
+        for pool, parts in enumerate(pages):
+            self._store.drop_pages(pool, np.concatenate(parts))
+
+    def _first_needed(self, layout: LayerGroupLayout, turn: _Turn) -> int:
+        """The first block of ``turn`` that it needs in a layer group."""
+        if layout.kind == "state":
+            return len(turn.keys) - 1
+        return (
+            0 if layout.window is None else first_live_block(turn.length, self._store.tokens_per_block, layout.window)
+        )
+
+    def _removable(self, nodes: Nodes, pages: Pages, free: NDArray[np.bool_]) -> Pages:
+        """Pages of the last of ``nodes`` that are ``free``, up to the first that somebody else's blocks continue.
+
+        With the first of them the tree forgets all: it is the only one given.
+        """
+        tree, begin = self._store.tree, len(nodes)
+        while begin and free[begin - 1] and tree.num_children(int(nodes[begin - 1])) == (begin < len(nodes)):
+            begin -= 1
+        return pages[begin : begin + 1]
+
+
+def _shared(one: list[bytes], other: list[bytes]) -> int:
+    """How many leading keys two turns share; a key stands for everything before it, too."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high) // 2
+        if one[middle] == other[middle]:
+            low = middle + 1
+        else:
+            high = middle
+    return low
