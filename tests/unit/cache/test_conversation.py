@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmesh.cache.conversation import MAX_PLANS_LEFT
 from kvmesh.cache.device import CpuDevice
 from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
 from kvmesh.cache.manager import KvCacheManager
@@ -63,6 +64,47 @@ def test_a_turn_is_dropped_at_once(make_manager, monkeypatch: pytest.MonkeyPatch
     compute(manager, ids(1000, 5000)).close()
     assert sorted(calls) == list(range(len(manager.store.tables)))
     assert [probe(manager, ids(1000)), probe(manager, ids(1000, 5000))] == [0, 999]
+
+
+def test_what_a_transfer_pins_goes_with_a_later_turn(make_manager) -> None:
+    """A slow transfer's lease outlives the turn that would drop its blocks; the plan is applied again."""
+    manager = make_manager(32, policy="per_conversation")
+    cache = compute(manager, ids(12))
+    lease = cache.hold(8)
+    cache.close()
+    compute(manager, ids(8, 100)).close()
+    assert probe(manager, ids(12)) == 8, "the third block was nobody's"
+    compute(manager, ids(8, 200)).close()
+    assert [probe(manager, ids(12)), probe(manager, ids(8, 100))] == [8, 0]
+    lease.release()
+    compute(manager, ids(8, 300)).close()
+    assert [probe(manager, ids(12)), probe(manager, ids(8, 200)), probe(manager, ids(8, 300))] == [0, 0, 7]
+
+
+def test_a_pinned_turn_that_is_gone_on_with_is_needed_again(make_manager) -> None:
+    manager = make_manager(32, policy="per_conversation")
+    cache = compute(manager, ids(8))
+    lease = cache.hold(8)
+    cache.close()
+    compute(manager, ids(8, 100)).close()
+    compute(manager, ids(12)).close()
+    lease.release()
+    compute(manager, ids(16)).close()
+    assert probe(manager, ids(16)) == 15
+
+
+def test_plans_that_wait_are_bounded(make_manager) -> None:
+    manager = make_manager(64, policy="per_conversation")
+    leases = []
+    for number in range(MAX_PLANS_LEFT + 2):
+        cache = compute(manager, ids(8, 100 * number))
+        leases.append(cache.hold(8))
+        cache.close()
+    for lease in leases:
+        lease.release()
+    compute(manager, ids(8, 9000)).close()
+    found = [probe(manager, ids(8, 100 * number)) for number in range(MAX_PLANS_LEFT + 2)]
+    assert found == [7, *[0] * (MAX_PLANS_LEFT + 1)], "the oldest plan was forgotten, and its blocks age"
 
 
 def expected(manager: KvCacheManager, turns: list[tuple[list[bytes], int]]) -> list[set[bytes]]:
