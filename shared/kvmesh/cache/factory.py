@@ -101,7 +101,7 @@ def create_manager(
             device_reserve=device_reserve_pages(plan, layout, plan.device_bytes) if rebalance else None,
         )
     except TierFailedError as failure:
-        if (error := _start_error(config, plan, failure)) is not None:
+        if (error := _start_error(config, plan, failure, machine_bytes)) is not None:
             raise error from failure
         _log.error("no host tier: its memory cannot be had", reason=failure.reason)
         return create_manager(
@@ -138,7 +138,9 @@ def create_manager(
     )
 
 
-def _start_error(config: KvCacheConfig, plan: LevelPlan, failure: TierFailedError) -> ConfigError | None:
+def _start_error(
+    config: KvCacheConfig, plan: LevelPlan, failure: TierFailedError, machine_bytes: int
+) -> ConfigError | None:
     """What to tell who configured a tier that cannot be made; None where the cache does without it."""
     cause, size = failure.__cause__, plan.level_bytes[failure.level]
     if plan.tiers[failure.level] == "host":
@@ -146,8 +148,8 @@ def _start_error(config: KvCacheConfig, plan: LevelPlan, failure: TierFailedErro
         if not stated or isinstance(cause, DeviceMemoryError):
             return None
         return ConfigError(
-            f"kv_cache_config.host_cache_size of {size} bytes cannot be had: {failure.reason}; lower it, leave it "
-            "unset for an automatic size, or set it to 0 for no host tier"
+            f"kv_cache_config.host_cache_size of {size} bytes cannot be had: {failure.reason} (available: "
+            f"{machine_bytes} bytes); lower it, leave it unset for an automatic size, or set it to 0 for no host tier"
         )
     if isinstance(cause, MemoryError):
         return ConfigError(

@@ -115,7 +115,9 @@ def test_a_stated_host_tier_without_memory_is_an_error(
     make_layout: Any, monkeypatch: pytest.MonkeyPatch, v2: bool, cause: Exception
 ) -> None:
     refuse_tier(monkeypatch, "host", cause)
-    with pytest.raises(ConfigError, match=r"host_cache_size of 65536 bytes cannot be had: .*(allocate|no room)"):
+    monkeypatch.setattr(factory, "available_host_bytes", lambda: 3_000_000)
+    problem = r"host_cache_size of 65536 bytes cannot be had: .*(allocate|no room).* 3000000 bytes"
+    with pytest.raises(ConfigError, match=problem):
         make(make_layout(), host_cache_size=1 << 16, use_kv_cache_manager_v2=v2)
 
 
