@@ -20,7 +20,7 @@ from anyio.abc import Process, TaskGroup
 from kvmesh.cli.rundir import ProcessState, start_ticks
 from kvmesh.net.clock import Clock, SystemClock
 
-__all__ = ["Child", "ChildEvent", "StartFailedError", "Supervisor"]
+__all__ = ["USER_ERROR", "Child", "ChildEvent", "StartFailedError", "Supervisor"]
 
 STABLE_S = 30.0
 """A child that lived this long starts the back-off anew when it dies."""
@@ -65,11 +65,12 @@ class ChildEvent(NamedTuple):
 
 
 class StartFailedError(RuntimeError):
-    """A child does not come up; ``name`` says which and ``log`` why."""
+    """A child does not come up; ``name`` says which, ``status`` how it ended and ``log`` why."""
 
-    def __init__(self, name: str, cause: str, log: Path) -> None:
-        super().__init__(f"{name} does not start ({cause})")
+    def __init__(self, name: str, status: int, log: Path) -> None:
+        super().__init__(f"{name} does not start ({ChildEvent(name, 'died', 0, status).cause})")
         self.name = name
+        self.status = status
         self.log = log
 
 
@@ -167,7 +168,7 @@ class Supervisor:
             renewed = child.renew is not None and child.renew()
             hopeless = status == USER_ERROR and not renewed
             if not self._ready and (hopeless or deaths >= START_ATTEMPTS):
-                raise StartFailedError(child.name, ChildEvent(child.name, "died", 0, status).cause, child.log)
+                raise StartFailedError(child.name, status, child.log)
             if self._clock.monotonic_s() - started_s >= STABLE_S:
                 backoff_s = self._backoff_s
             self._on_event(ChildEvent(child.name, "died", 0, status, backoff_s))

@@ -25,7 +25,7 @@ from kvmesh.cli.mesh import PROGRAM, SECRET_VARIABLE, run_mesh
 from kvmesh.cli.plan import Machine, MeshPlan, plan_mesh
 from kvmesh.cli.ports import PortPicker
 from kvmesh.cli.rundir import RunDir, RunDirBusyError, is_running
-from kvmesh.cli.supervisor import StartFailedError
+from kvmesh.cli.supervisor import USER_ERROR, StartFailedError
 from kvmesh.config import ConfigError, MeshSettings, WorkerSettings, load_settings
 from kvmesh.config.errors import sentence_of
 from kvmesh.config.mesh_pairing import refuse_unpairable
@@ -176,6 +176,8 @@ def _foreground(console: Console, run_dir: RunDir, settings: MeshSettings, secre
             _explain(console, error)
         else:
             console.print(f"[red]the mesh did not come up:[/] {escape(str(error))}", soft_wrap=True)
+    if any(isinstance(error, StartFailedError) and error.status == USER_ERROR for error in errors):
+        return USER_ERROR
     return FAILED if errors else 0
 
 
@@ -228,6 +230,6 @@ def _detach(args: argparse.Namespace, console: Console, run_dir: RunDir, mesh: M
             child.wait()
         console.print(f"[red]the mesh did not come up[/]; the end of {escape(str(log_path))}:", soft_wrap=True)
         console.print(escape(tail(log_path)), style="dim", highlight=False, soft_wrap=True)
-        return FAILED
+        return child.returncode if child.returncode == USER_ERROR else FAILED
     print_ready(console, state, run_dir, detached=True)
     return 0

@@ -45,7 +45,7 @@ from kvmesh.protocol.errors import ApiError, unavailable
 from kvmesh.protocol.transfer import LedgerEvent
 from kvmesh.telemetry import get_logger
 
-__all__ = ["EngineClient", "EngineDeadError", "EngineStartError", "TokenStream"]
+__all__ = ["EngineClient", "EngineDeadError", "EngineRefusedError", "EngineStartError", "TokenStream"]
 
 STARTUP_TIMEOUT_S = 300.0
 """Bound of loading a model; a download happens before, in the front."""
@@ -61,6 +61,10 @@ _log = get_logger("engine.client")
 
 class EngineStartError(RuntimeError):
     """The engine process could not start; the message says why."""
+
+
+class EngineRefusedError(EngineStartError):
+    """The engine itself said why it cannot start: with the same settings on this machine it never will."""
 
 
 class EngineClient:
@@ -101,6 +105,7 @@ class EngineClient:
         """Start an engine process and wait until it serves; it is stopped when the block is left.
 
         Raises:
+            EngineRefusedError: it cannot work with these settings on this machine.
             EngineStartError: the process ended, or was not ready in time.
         """
         context = zmq.asyncio.Context()
@@ -257,7 +262,7 @@ class EngineClient:
         with anyio.move_on_after(timeout_s):
             await self._started.wait()
         if self._failure is not None:
-            raise EngineStartError(self._failure)
+            raise EngineRefusedError(self._failure)
         if self._dead_reason is not None:
             raise EngineStartError(self._dead_reason)
         if self._ready is None:

@@ -160,12 +160,12 @@ def test_down_cleans_up_after_a_killed_supervisor(command):
 
 def test_a_model_that_cannot_be_loaded_ends_the_start_with_its_log(command):
     up = command.run("up", "--model=broken", *PORTS)
-    assert up.returncode == 1
+    assert up.returncode == 2
     assert "generation-0 does not start (exit status 2)" in up.stdout
     assert "this model cannot be loaded" in up.stdout
     assert {path.name for path in command.run_dir.path.iterdir()} == {"logs", "lock"}
     detached = command.run("up", "--detach", "--model=broken", *PORTS)
-    assert detached.returncode == 1
+    assert detached.returncode == 2
     assert "this model cannot be loaded" in detached.stdout
 
 

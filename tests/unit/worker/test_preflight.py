@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvmesh.config import CacheTransceiverConfig, ConfigError, KvCacheConfig, WorkerSettings
+from kvmesh.engine.client import EngineRefusedError, EngineStartError
 from kvmesh.models.errors import ModelError
 from kvmesh.models.store import resolve_model
 from kvmesh.worker import main, preflight
@@ -109,3 +110,19 @@ def test_a_worker_is_not_started_with_what_cannot_work(monkeypatch: pytest.Monke
     monkeypatch.setattr(main, "run_service", started)
     with pytest.raises(ConfigError, match="not supported yet"):
         main.run_worker(settings(kv_cache_config=KvCacheConfig(dtype="fp8")))
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(EngineRefusedError("no room for a page"), 2), (EngineStartError("killed by signal 9"), 1)]
+)
+def test_only_what_the_engine_refuses_is_not_tried_again(
+    error: EngineStartError, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_args: Any, **_kwargs: Any) -> None:
+        raise ExceptionGroup("start", [error])
+
+    monkeypatch.setattr(main, "run_service", refused)
+    monkeypatch.setattr(main, "configure_logging", lambda *_args: None)
+    with pytest.raises(SystemExit) as exit_:
+        main.run_worker(settings())
+    assert exit_.value.code == status
