@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvmesh.cache.key_index import KEY_BYTES
 from kvmesh.cache.layout import LayerGroupLayout
 from kvmesh.cache.pages import NO_PAGE, Pages
 from kvmesh.cache.store import BlockStore
@@ -22,7 +23,7 @@ from kvmesh.cache.tree import Nodes
 from kvmesh.cache.windows import first_live_block
 from kvmesh.hashing import ReuseScope
 
-__all__ = ["MAX_CONVERSATIONS", "MAX_PLANS_LEFT", "Conversation", "Conversations"]
+__all__ = ["MAX_CONVERSATIONS", "MAX_KEYS_PER_PAGE", "MAX_PLANS_LEFT", "Conversation", "Conversations"]
 
 Conversation = tuple[ReuseScope, str]
 """Where its blocks are shared, and its id: one id in two scopes names two conversations, for one tenant must not act on
@@ -33,25 +34,68 @@ MAX_CONVERSATIONS = 4096
 """Beyond this the conversation that was quiet for longest is forgotten; its blocks age like any others."""
 
 
+MAX_KEYS_PER_PAGE = 2
+"""Block keys that are remembered, for each page that the cache has on all levels; beyond it is done likewise."""
+
 MAX_PLANS_LEFT = 4
 """Plans of a conversation that wait for blocks in use; the blocks of older ones age like any others."""
 
 
 class _Turn(NamedTuple):
-    keys: list[bytes]
+    keys: bytes
+    """Of its blocks, packed."""
+    length: int
+    """Tokens."""
+
+
+class _StoredTurn(NamedTuple):
+    num_shared: int
+    """Leading blocks that it has in common with the turn before."""
+    keys: bytes
+    """Of the other blocks, packed."""
     length: int
 
 
 class _History:
-    """What is remembered of one conversation."""
+    """What is remembered of one conversation: 32 bytes for a block, which turns that go on with it share."""
 
-    __slots__ = ("left", "turns")
+    __slots__ = ("_turns", "left")
 
     def __init__(self) -> None:
-        self.turns: deque[_Turn] = deque()
-        """The last ones, oldest first."""
+        self._turns: deque[_StoredTurn] = deque()
+        """The last ones, oldest first; the first one shares nothing."""
         self.left: list[_Turn] = []
         """Older ones whose blocks could not all be dropped, oldest first."""
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    @property
+    def num_keys(self) -> int:
+        """Keys that are stored."""
+        return (sum(len(turn.keys) for turn in self._turns) + sum(len(plan.keys) for plan in self.left)) // KEY_BYTES
+
+    def turns(self) -> list[_Turn]:
+        """The last ones, oldest first."""
+        whole: list[_Turn] = []
+        keys = b""
+        for turn in self._turns:
+            keys = keys[: turn.num_shared * KEY_BYTES] + turn.keys
+            whole.append(_Turn(keys, turn.length))
+        return whole
+
+    def append(self, turn: _Turn) -> None:
+        """One more turn."""
+        shared = _num_shared(self.turns()[-1].keys, turn.keys) if self._turns else 0
+        self._turns.append(_StoredTurn(shared, turn.keys[shared * KEY_BYTES :], turn.length))
+
+    def pop(self) -> _Turn:
+        """Take the oldest one out."""
+        _, keys, length = self._turns.popleft()
+        if self._turns:
+            heir = self._turns[0]
+            self._turns[0] = _StoredTurn(0, keys[: heir.num_shared * KEY_BYTES] + heir.keys, heir.length)
+        return _Turn(keys, length)
 
 
 class Conversations:
@@ -65,7 +109,11 @@ class Conversations:
     def __init__(self, store: BlockStore, max_num_turns: int) -> None:
         self._store = store
         self._max_num_turns = max_num_turns
-        self._turns: OrderedDict[Conversation, _History] = OrderedDict()
+        self._histories: OrderedDict[Conversation, _History] = OrderedDict()
+        """The one that was quiet for longest first."""
+        self._max_keys = MAX_KEYS_PER_PAGE * sum(table.num_pages for table in store.tables)
+        self.num_keys = 0
+        """Block keys that are remembered, over all conversations."""
         self._active: set[Conversation] = set()
 
     def begin(self, conversation: Conversation) -> bool:
@@ -87,16 +135,21 @@ class Conversations:
             keys: its committed full blocks, in order.
             length: tokens.
         """
-        history = self._turns.setdefault(conversation, _History())
-        self._turns.move_to_end(conversation)
-        history.turns.append(_Turn(keys, length))
+        history = self._histories.setdefault(conversation, _History())
+        self._histories.move_to_end(conversation)
+        self.num_keys -= history.num_keys
+        history.append(_Turn(b"".join(keys), length))
         plans = history.left
-        if len(history.turns) > self._max_num_turns:
-            plans.append(history.turns.popleft())
-        left = [self._drop(plan, history.turns) for plan in plans]
-        history.left = [plan for plan in left if plan.keys][-MAX_PLANS_LEFT:]
-        if len(self._turns) > MAX_CONVERSATIONS:
-            self._turns.popitem(last=False)
+        if len(history) > self._max_num_turns:
+            plans.append(history.pop())
+        if plans:
+            turns = history.turns()
+            left = [self._drop(plan, turns) for plan in plans]
+            history.left = [plan for plan in left if plan.keys][-MAX_PLANS_LEFT:]
+        self.num_keys += history.num_keys
+        while len(self._histories) > MAX_CONVERSATIONS or self.num_keys > self._max_keys:
+            _, forgotten = self._histories.popitem(last=False)
+            self.num_keys -= forgotten.num_keys
 
     def _drop(self, oldest: _Turn, newer: Iterable[_Turn]) -> _Turn:
         """Drop what only ``oldest`` needs, last block first: one call for each pool, however long the turn was.
@@ -105,12 +158,13 @@ class Conversations:
             Its leading blocks up to the last one that would have gone if it had not been in use.
         """
         left = 0
-        nodes = self._store.tree.walk(oldest.keys)
+        keys = [oldest.keys[at : at + KEY_BYTES] for at in range(0, len(oldest.keys), KEY_BYTES)]
+        nodes = self._store.tree.walk(keys)
         pages: list[list[Pages]] = [[] for _ in self._store.tables]
         for group, layout in enumerate(self._store.layout.groups):
             needed = np.zeros(len(nodes), dtype=np.bool_)
             for turn in newer:
-                needed[self._first_needed(layout, turn) : _shared(oldest.keys, turn.keys)] = True
+                needed[self._first_needed(layout, turn) : _num_shared(oldest.keys, turn.keys)] = True
             own = self._store.tree.pages(group)[nodes]
             wanted = ~needed & (own != NO_PAGE)
             free = wanted & self._store.group_tables[group].unused(own)
@@ -118,12 +172,12 @@ class Conversations:
             pages[layout.pool].append(self._removable(nodes, own, free) if layout.has_every_page else own[free][::-1])
         for pool, parts in enumerate(pages):
             self._store.drop_pages(pool, np.concatenate(parts))
-        return _Turn(oldest.keys[:left], oldest.length)
+        return _Turn(oldest.keys[: left * KEY_BYTES], oldest.length)
 
     def _first_needed(self, layout: LayerGroupLayout, turn: _Turn) -> int:
         """The first block of ``turn`` that it needs in a layer group."""
         if layout.kind == "state":
-            return len(turn.keys) - 1
+            return len(turn.keys) // KEY_BYTES - 1
         return (
             0 if layout.window is None else first_live_block(turn.length, self._store.tokens_per_block, layout.window)
         )
@@ -139,12 +193,13 @@ class Conversations:
         return pages[begin : begin + 1]
 
 
-def _shared(one: list[bytes], other: list[bytes]) -> int:
+def _num_shared(one: bytes, other: bytes) -> int:
     """How many leading keys two turns share; a key stands for everything before it, too."""
-    low, high = 0, min(len(one), len(other))
+    low, high = 0, min(len(one), len(other)) // KEY_BYTES
     while low < high:
         middle = (low + high) // 2
-        if one[middle] == other[middle]:
+        place = slice(middle * KEY_BYTES, (middle + 1) * KEY_BYTES)
+        if one[place] == other[place]:
             low = middle + 1
         else:
             high = middle

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.cache.conversation import MAX_PLANS_LEFT
+from kvmesh.cache.conversation import MAX_KEYS_PER_PAGE, MAX_PLANS_LEFT
 from kvmesh.cache.device import CpuDevice
 from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
 from kvmesh.cache.manager import KvCacheManager
@@ -105,6 +105,44 @@ def test_plans_that_wait_are_bounded(make_manager) -> None:
     compute(manager, ids(8, 9000)).close()
     found = [probe(manager, ids(8, 100 * number)) for number in range(MAX_PLANS_LEFT + 2)]
     assert found == [7, *[0] * (MAX_PLANS_LEFT + 1)], "the oldest plan was forgotten, and its blocks age"
+
+
+def test_keys_are_bounded_by_the_pages_of_the_cache(make_manager) -> None:
+    """Conversations that share their prompts take few pages and as many keys as any; the quietest is forgotten."""
+    manager = make_manager(32, policy="per_conversation")
+    number = MAX_KEYS_PER_PAGE * 32 // 8 + 1
+    prompts = [np.concatenate((ids(28), ids(4, 1000 * (one + 1)))) for one in range(number)]
+    for one, prompt in enumerate(prompts):
+        compute(manager, prompt, f"c{one}").close()
+        assert manager._conversations.num_keys <= MAX_KEYS_PER_PAGE * 32
+    assert manager._conversations.num_keys == MAX_KEYS_PER_PAGE * 32
+    for one in (0, number - 1):
+        compute(manager, ids(4, 9000), f"c{one}").close()
+    found = [probe(manager, prompt) for prompt in (prompts[0], prompts[-1])]
+    assert found == [31, 28], "the first conversation's plan is gone, and its block stays"
+
+
+def test_turns_that_go_on_share_their_keys(make_manager) -> None:
+    """Else one long conversation would reach the bound alone, and nothing of it would ever be dropped."""
+    manager = make_manager(24, policy="per_conversation", max_num_turns=8)
+    for blocks in range(2, 11):
+        compute(manager, ids(4 * blocks)).close()
+    assert manager._conversations.num_keys == 10 < MAX_KEYS_PER_PAGE * 24 < sum(range(3, 11))
+    compute(manager, ids(8, 500)).close()
+    assert manager._conversations.num_keys == 12
+    for number in range(6):
+        compute(manager, ids(4, 1000 + 100 * number)).close()
+    assert probe(manager, ids(40)) == 39
+    compute(manager, ids(4, 2000)).close()
+    assert [probe(manager, ids(40)), probe(manager, ids(8, 500))] == [0, 7]
+
+
+def test_a_forgotten_conversation_gives_its_keys_back(make_manager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvmesh.cache.conversation.MAX_CONVERSATIONS", 2)
+    manager = make_manager(32, policy="per_conversation")
+    for number in range(5):
+        compute(manager, ids(8, 100 * number), f"c{number}").close()
+    assert manager._conversations.num_keys == 2 * 2
 
 
 def expected(manager: KvCacheManager, turns: list[tuple[list[bytes], int]]) -> list[set[bytes]]:
