@@ -38,6 +38,13 @@ class LogFollower:
         self._logs = tuple(logs)
         self._offsets = {name: path.stat().st_size if path.exists() else 0 for name, path in self._logs}
 
+    @staticmethod
+    def whole(logs: Iterable[tuple[str, Path]]) -> list[LogLine]:
+        """Warnings and errors in all that the files hold now."""
+        follower = LogFollower(logs)
+        follower._offsets = dict.fromkeys(follower._offsets, 0)
+        return follower.poll()
+
     def poll(self) -> list[LogLine]:
         """New warnings and errors, in order within each file."""
         return [line for name, path in self._logs for line in self._poll_one(name, path)]

@@ -17,10 +17,10 @@ import anyio
 from rich.console import Console
 from rich.markup import escape
 
-from kvmesh.cli.console import Progress, print_ready
+from kvmesh.cli.console import Progress, print_ready, say_line
 from kvmesh.cli.errors import UserError
 from kvmesh.cli.flags import parse_assignments
-from kvmesh.cli.logs import tail
+from kvmesh.cli.logs import LogFollower, tail
 from kvmesh.cli.mesh import PROGRAM, SECRET_VARIABLE, run_mesh
 from kvmesh.cli.plan import Machine, MeshPlan, plan_mesh
 from kvmesh.cli.ports import PortPicker
@@ -231,5 +231,8 @@ def _detach(args: argparse.Namespace, console: Console, run_dir: RunDir, mesh: M
         console.print(f"[red]the mesh did not come up[/]; the end of {escape(str(log_path))}:", soft_wrap=True)
         console.print(escape(tail(log_path)), style="dim", highlight=False, soft_wrap=True)
         return child.returncode if child.returncode == USER_ERROR else FAILED
+    # Each log began anew with this start: what its services warn of is what the foreground shows.
+    for line in LogFollower.whole((child.name, run_dir.log_of(child.name)) for child in state.children):
+        say_line(console, line)
     print_ready(console, state, run_dir, detached=True)
     return 0

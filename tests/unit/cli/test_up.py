@@ -139,6 +139,7 @@ def test_detached_and_down(command):
     assert up.returncode == 0, up.stdout
     assert "KVMesh is ready at" in up.stdout
     assert "kvmesh down stops it" in up.stdout
+    assert "context-0 warning a warning to show" in up.stdout, "as the foreground shows it"
     state = command.ready()
     assert command.run_dir.path.stat().st_mode & 0o777 == 0o700
     assert (command.run_dir.path / "state.json").stat().st_mode & 0o777 == 0o600
