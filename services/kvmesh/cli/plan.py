@@ -105,13 +105,13 @@ def with_free_event_ports(mesh: MeshSettings, child: ChildPlan, ports: PortPicke
     worker = child.settings
     if not isinstance(worker, WorkerSettings) or (events := worker.kv_cache_config.kv_events_config) is None:
         return child
-    if _section(mesh, worker).kv_cache_config.kv_events_config is not None:
-        return child
+    own = _section(mesh, worker).kv_cache_config.kv_events_config
+    stated = frozenset[str]() if own is None else own.model_fields_set
     moved: dict[str, str] = {}
     for field, setting in _EVENT_PORTS.items():
         endpoint: str | None = getattr(events, field)
         port = tcp_port(endpoint) if endpoint is not None else None
-        if endpoint is None or port is None or setting in mesh.model_fields_set:
+        if field in stated or endpoint is None or port is None or setting in mesh.model_fields_set:
             continue
         if (other := ports.repick(LOOPBACK, port)) != port:
             moved[field] = with_tcp_port(endpoint, other)

@@ -103,11 +103,18 @@ def _worker(mesh: MeshSettings, seat: _Seat, index: int, told: dict[str, Any]) -
 
 
 def _with_events(mesh: MeshSettings, cache: KvCacheConfig, index: int) -> KvCacheConfig:
-    """The cache of the ``index``-th worker of the host, publishing at ports that no other worker has."""
+    """The cache of the ``index``-th worker of the host, publishing at ports that no other worker has.
+
+    Endpoints that a section leaves out are those of the mesh.
+    """
     events = cache.kv_events_config
     if events is None:
-        events = KVEventsConfig(
-            enable_kv_cache_events=True,
+        if "kv_events_config" in cache.model_fields_set:
+            return cache  # a stated null means no events
+        events = KVEventsConfig(enable_kv_cache_events=True)
+    if events.enable_kv_cache_events:
+        events = _filled(
+            events,
             endpoint=f"tcp://127.0.0.1:{mesh.events_port}",
             replay_endpoint=f"tcp://127.0.0.1:{mesh.replay_port}",
         )

@@ -65,7 +65,10 @@ def create_event_source(
         _log.warning(warning)
     if streaming is not None and streaming.enable_kv_cache_events:
         if cache.event_buffer_max_size > 0:
-            _log.warning("event_buffer_max_size has no effect: kv_events_config streams the events instead")
+            _log.warning(
+                "event_buffer_max_size has no effect: kv_events_config streams the events instead; "
+                "set kv_events_config.enable_kv_cache_events to false to buffer them"
+            )
         return _stream(settings, streaming, origin, algo)
     if cache.event_buffer_max_size > 0:
         return _buffered(cache, origin, algo, clock, all_gather)

@@ -44,11 +44,29 @@ def test_every_worker_publishes_at_its_own_local_ports() -> None:
 
 
 def test_stated_events_keep_everything_but_the_port() -> None:
-    events = KVEventsConfig(enable_kv_cache_events=True, endpoint="tcp://*:6000", topic="t")
+    events = KVEventsConfig(
+        enable_kv_cache_events=True, endpoint="tcp://*:6000", replay_endpoint="tcp://*:7000", topic="t"
+    )
     template = WorkerSettings(kv_cache_config=KvCacheConfig(kv_events_config=events))
     first, second = plan(MeshSettings(context=template, generation=template)).workers
     assert first.kv_cache_config.kv_events_config == events
-    assert second.kv_cache_config.kv_events_config == events.model_copy(update={"endpoint": "tcp://*:6001"})
+    moved = {"endpoint": "tcp://*:6001", "replay_endpoint": "tcp://*:7001"}
+    assert second.kv_cache_config.kv_events_config == events.model_copy(update=moved)
+
+
+def test_stated_events_get_the_endpoints_that_they_leave_out() -> None:
+    events = KVEventsConfig(enable_kv_cache_events=True, topic="t")
+    template = WorkerSettings(kv_cache_config=KvCacheConfig(kv_events_config=events))
+    _, second = plan(MeshSettings(context=template, generation=template)).workers
+    planned = second.kv_cache_config.kv_events_config
+    assert planned is not None
+    assert (planned.endpoint, planned.replay_endpoint) == ("tcp://127.0.0.1:5558", "tcp://127.0.0.1:5658")
+
+
+@pytest.mark.parametrize("events", [None, KVEventsConfig(enable_kv_cache_events=False)])
+def test_events_can_be_turned_off(events: KVEventsConfig | None) -> None:
+    template = WorkerSettings(kv_cache_config=KvCacheConfig(kv_events_config=events))
+    assert plan(MeshSettings(context=template)).workers[0].kv_cache_config.kv_events_config == events
 
 
 def test_transfers_and_topics_are_on_unless_stated() -> None:
