@@ -138,7 +138,7 @@ def test_a_picker_gives_each_port_once_and_gives_up_in_the_end():
                     }
                 }
             },
-            set(),
+            {"replay_endpoint"},
         ),
     ],
 )
