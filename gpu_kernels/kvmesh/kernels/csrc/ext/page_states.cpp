@@ -378,7 +378,8 @@ PyObject* states_queued_into(PyObject* self, PyObject* argument) {
   BufferView out;
   if (!out.acquire(argument, 1, true, "out")) return nullptr;
   if (out.size() != states.num_pages) {
-    PyErr_Format(PyExc_ValueError, "out must have a byte for each of %lld pages", static_cast<long long>(states.num_pages));
+    PyErr_Format(PyExc_ValueError, "out must have a byte for each of %lld pages",
+                 static_cast<long long>(states.num_pages));
     return nullptr;
   }
   for (int64_t page = 0; page < states.num_pages; ++page) out.bytes()[page] = states.queued_level[page] != 0;
