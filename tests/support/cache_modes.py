@@ -114,14 +114,12 @@ MODES = {
     "host-disk": Mode(
         (*TO_HOST, *SUSPENDED, "to_host", "to_disk", "from_disk"), ("starved", "damaged_pages"), host=0.5, disk=2.0
     ),
-    # Only what finds free room in the host tier is fetched ahead, and there seldom is any in a single pool.
     "prefetch": Mode(
         (*TO_HOST, "to_disk", "prefetched"),
         ("starved", "damaged_pages"),
         {"disk_prefetch_num_reqs": 4},
         host=0.5,
         disk=4.0,
-        families=TWO_POOLS,
     ),
     "threshold": Mode((*TO_HOST, "dropped_pages"), ("starved",), {"cold_tier_offload_min_priority": 36}, host=1.0),
     "scratch": Mode(

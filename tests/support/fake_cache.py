@@ -233,6 +233,8 @@ class FakeCacheManager:
         self.caches: list[FakeCache] = []
         self.leases: list[FakeLease] = []
         self.prefetched: list[str] = []
+        self.kept_meanwhile: list[int] = []
+        """By prefetch, of how many other prompts no page was to go."""
         self.hashed_tokens = 0
         self.ticks: list[float] = []
         self.rebalances = 0
@@ -373,9 +375,17 @@ class FakeCacheManager:
         self.caches.append(cache)
         return cache
 
-    def prefetch(self, scope: ReuseScope, token_ids: TokenIds, *, block_keys: list[bytes] | None = None) -> int:
+    def prefetch(
+        self,
+        scope: ReuseScope,
+        token_ids: TokenIds,
+        *,
+        block_keys: list[bytes] | None = None,
+        keep: Sequence[list[bytes]] = (),
+    ) -> int:
         assert block_keys == v2_block_keys(token_ids, self.block, v2_root(scope))
         self.prefetched.append(bytes(token_ids[:1]).hex())
+        self.kept_meanwhile.append(len(keep))
         return 0
 
     def damage(self, page: FakePage) -> None:

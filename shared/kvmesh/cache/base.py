@@ -220,8 +220,22 @@ class CacheManager(Protocol):
         """
         ...
 
-    def prefetch(self, scope: ReuseScope, token_ids: TokenIds, *, block_keys: list[bytes] | None = None) -> int:
-        """Bring disk-tier pages of a prompt's cached prefix up to the host tier, best effort; returns their number."""
+    def prefetch(
+        self,
+        scope: ReuseScope,
+        token_ids: TokenIds,
+        *,
+        block_keys: list[bytes] | None = None,
+        keep: Sequence[list[bytes]] = (),
+    ) -> int:
+        """Bring disk-tier pages of a prompt's cached prefix up to the host tier, best effort; returns their number.
+
+        Args:
+            scope: of the prompt.
+            token_ids: the prompt.
+            block_keys: :meth:`block_keys` of the same prompt, when the caller has them.
+            keep: keys of the blocks of other prompts whose pages must not be pushed down for that.
+        """
         ...
 
     def tick(self, now_s: float) -> None:

@@ -21,6 +21,7 @@ from kvmesh.cache.integrity import check_store
 from kvmesh.cache.layout import PageLayout
 from kvmesh.cache.lease import PageLease
 from kvmesh.cache.pages import DEVICE_LEVEL, NO_PAGE, Pages
+from kvmesh.cache.prefetch import HOST_LEVEL, fetch_ahead
 from kvmesh.cache.priorities import PagePriorities
 from kvmesh.cache.rebalance import RebalanceTuner
 from kvmesh.cache.sequence import KvCache, SequenceState
@@ -36,8 +37,6 @@ from kvmesh.protocol.retention import RetentionConfig
 from kvmesh.telemetry import get_logger
 
 __all__ = ["CacheSettings", "KvCache", "KvCacheManager", "MatchInfo"]
-
-_HOST_LEVEL = 1
 
 _log = get_logger("cache.manager")
 
@@ -196,30 +195,23 @@ class KvCacheManager:
         longest = len(token_ids) - 1
         return self.store.match(scope, block_keys, token_ids, longest if limit is None else min(limit, longest))
 
-    def prefetch(self, scope: ReuseScope, token_ids: TokenIds, *, block_keys: list[bytes] | None = None) -> int:
-        """Bring disk-tier pages of a prompt's cached prefix up to the host tier, best effort; returns their number."""
-        if len(self.tiers) <= _HOST_LEVEL + 1:
+    def prefetch(
+        self,
+        scope: ReuseScope,
+        token_ids: TokenIds,
+        *,
+        block_keys: list[bytes] | None = None,
+        keep: Sequence[list[bytes]] = (),
+    ) -> int:
+        """Bring disk-tier pages of a prompt's cached prefix up to the host tier, best effort; returns their number.
+
+        A full host tier pushes down as many pages that nobody needs, but none of the blocks ``keep``.
+        """
+        if len(self.tiers) <= HOST_LEVEL + 1:
             return 0
         keys = self.block_keys(scope, token_ids) if block_keys is None else block_keys
-        chain = self._chain(self.find(scope, token_ids, keys))
-        moved = 0
-        for pool, table in enumerate(self.store.tables):
-            parts = [
-                pages[pages != NO_PAGE]
-                for group, pages in zip(self.layout.groups, self.store.pages_of(chain), strict=True)
-                if group.pool == pool
-            ]
-            pages = np.concatenate(parts)
-            cold = pages[table.level[pages] > _HOST_LEVEL]
-            # Only so much as finds room without driving out what is as likely to be used.
-            cold = cold[: len(table.free_slots[_HOST_LEVEL])]
-            if not len(cold):
-                continue
-            table.lock(cold)
-            intact = self.store.placement.bring(pool, cold, _HOST_LEVEL)
-            table.unlock(cold)
-            moved += 0 if intact is None else int(np.count_nonzero(intact))
-        return moved
+        found = self.find(scope, token_ids, keys)
+        return fetch_ahead(self.store, found, [self.store.tree.walk(other) for other in keep])
 
     def tick(self, now_s: float) -> None:
         """Let retention durations that have run out by ``now_s`` (monotonic) expire. Call it once a step."""

@@ -88,6 +88,22 @@ class Placement:
             table.enqueue(pages, front=True)
         return len(free) >= need
 
+    def push_down(self, pool: int, level: int, need: int) -> None:
+        """Have up to ``need`` free slots on ``level``, but let only pages leave that nobody needs."""
+        table = self._tables[pool]
+        free = table.free_slots[level]
+        needed: list[Pages] = []
+        # A level that takes nothing any more would have them dropped.
+        while len(free) < need and self.usable[level + 1]:
+            victims = table.pop(level, need - len(free))
+            if not len(victims):
+                break
+            held = table.held_mask(victims)
+            needed.append(victims[held])
+            self._expel(pool, level, victims[~held])
+        for pages in reversed(needed):
+            table.enqueue(pages, front=True)
+
     def bring(self, pool: int, pages: Pages, level: int) -> NDArray[np.bool_] | None:
         """Move ``pages`` (locked, so in no queue; all colder than ``level``) up to ``level``.
 

@@ -57,9 +57,10 @@ class SequencePages:
         """See :class:`~kvmesh.engine.paging.Pages`."""
         return self._manager.match(seq.scope, seq.history.all(), block_keys=self.block_keys(seq)).num_tokens
 
-    def prefetch(self, seq: Sequence) -> None:
+    def prefetch(self, seq: Sequence, others: list[Sequence]) -> None:
         """See :class:`~kvmesh.engine.paging.Pages`."""
-        self._manager.prefetch(seq.scope, seq.history.all(), block_keys=self.block_keys(seq))
+        keep = [self.block_keys(other) for other in others]
+        self._manager.prefetch(seq.scope, seq.history.all(), block_keys=self.block_keys(seq), keep=keep)
 
     def open(self, seq: Sequence, *, match: bool = True) -> bool:
         """See :class:`~kvmesh.engine.paging.Pages`."""

@@ -83,6 +83,6 @@ class Pages(Protocol):
         """Tokens that :meth:`open` would reuse now, without side effects."""
         ...
 
-    def prefetch(self, seq: Sequence) -> None:
-        """Bring the cached beginning of a queued prompt up from the slowest tier, best effort."""
+    def prefetch(self, seq: Sequence, others: list[Sequence]) -> None:
+        """Bring the cached beginning of a queued prompt up from the slowest tier, but not at the cost of ``others``."""
         ...

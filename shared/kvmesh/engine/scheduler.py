@@ -8,6 +8,8 @@ wait, first come first served within a priority, until the token budget is spent
 
 from __future__ import annotations
 
+from itertools import islice
+
 from kvmesh.engine.admission import MAX_DEFERRED, Admission
 from kvmesh.engine.paging import Pages
 from kvmesh.engine.plan import Chunk, SchedulerLimits, SchedulerPolicy, StepBudget, StepPlan, chunk_length
@@ -108,15 +110,14 @@ class Scheduler:
 
     def _prefetch(self) -> None:
         wanted = self._limits.disk_prefetch_num_reqs
-        for seq in self.waiting if wanted else ():
-            if seq.phase is not Phase.WAITING or seq.awaits_transfer:
-                continue
+        if not wanted:
+            return
+        queued = (seq for seq in self.waiting if seq.phase is Phase.WAITING and not seq.awaits_transfer)
+        first = list(islice(queued, wanted))
+        for seq in first:
             if not seq.prefetched:
                 seq.prefetched = True
-                self._pages.prefetch(seq)
-            wanted -= 1
-            if not wanted:
-                return
+                self._pages.prefetch(seq, [other for other in first if other is not seq])
 
     def _is_stuck(self) -> bool:
         """Whether nothing will change by itself although sequences wait: no transfer will bring pages or work."""

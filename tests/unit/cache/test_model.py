@@ -483,7 +483,9 @@ class CacheMachine(RuleBasedStateMachine):
         prompt = as_token_ids([*tokens, 0])
         found, before = self.manager.match(scope, prompt), len(self.reference.moves)
         moved = self.manager.prefetch(scope, prompt)
-        assert [move[1:] for move in self.reference.moves[before:]] == [(2, 1)] * moved
+        moves = [move[1:] for move in self.reference.moves[before:]]
+        assert moves.count((2, 1)) == moved
+        assert moves.count((1, 2)) == len(moves) - moved <= moved, "no more went down than came up"
         if not self.damage.spoiled:
             assert self.manager.match(scope, prompt)[:2] == found[:2]
 

@@ -237,7 +237,7 @@ def spoil(manager: KvCacheManager, level: int, pool: int, slot: int) -> None:
             file.seek(place)
             file.write(bytes([byte ^ 0x10]))
     else:
-        cold.array[slot * cold.page_bytes + 5] ^= 0x10  # type: ignore[union-attr]
+        cold.array[slot * cold.page_bytes + 5] ^= 0x10
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["cached", "held"])

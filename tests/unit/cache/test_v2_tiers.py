@@ -165,15 +165,91 @@ def test_prefetch_takes_the_disk_s_pages_to_the_host(make_manager, sink) -> None
     assert manager.prefetch(NO_SCOPE, prompt(1, 9)) == 0, "nothing is left to do"
 
 
-def test_prefetch_without_room_is_no_error(make_manager, sink) -> None:
-    """§3.8 prefetch: no space, nothing happens; never fatal."""
-    manager = make_manager(1, host=1, disk=4)
-    for number in (1, 2, 3):
-        run(manager, prompt(number))
+def test_prefetch_into_a_full_host_changes_places(make_manager, sink) -> None:
+    """§2 disk_prefetch_num_reqs CHECK with N=1: the first one's pages move 2 -> 1, the second's are unchanged."""
+    manager = make_manager(2, host=4, disk=8)
+    for number in range(1, 6):
+        run(manager, prompt(number, 8))
+    assert [level_of(manager, sink, prompt(number, 8)) for number in range(1, 6)] == [
+        [2, 2], [2, 2], [1, 1], [1, 1], [0, 0],
+    ]  # fmt: skip
     sink.moves.clear()
-    assert level_of(manager, sink, prompt(1)) == [2]
-    assert manager.prefetch(NO_SCOPE, prompt(1, 5)) == 0
+    assert manager.prefetch(NO_SCOPE, prompt(1, 9)) == 2
+    manager.check_integrity()
+    assert sorted(sink.moves) == [(1, 2), (1, 2), (2, 1), (2, 1)], "no more than has to"
+    assert [level_of(manager, sink, prompt(number, 8)) for number in range(1, 6)] == [
+        [1, 1], [2, 2], [2, 2], [1, 1], [0, 0],
+    ]  # fmt: skip
+    assert manager.prefetch(NO_SCOPE, prompt(1, 9)) == 0
+    assert manager.stats().counters.dropped_pages == 0
+
+
+def test_prefetch_spares_other_prompts(make_manager, sink) -> None:
+    """Neither the host pages of prompts that were fetched before nor their disk pages pay for this one."""
+    manager = make_manager(2, host=4, disk=6)
+    for number in range(1, 7):
+        run(manager, prompt(number, 8))
+    assert [level_of(manager, sink, prompt(number, 8)) for number in range(1, 7)] == [
+        [2, 2], [2, 2], [2, 2], [1, 1], [1, 1], [0, 0],
+    ]  # fmt: skip
+    keep = [manager.block_keys(NO_SCOPE, prompt(number, 9)) for number in (1, 4)]
+    assert manager.prefetch(NO_SCOPE, prompt(3, 9), keep=keep) == 2
+    manager.check_integrity()
+    # The disk was full: what was there longest of the others made room.
+    assert [level_of(manager, sink, prompt(number, 8)) for number in range(1, 7)] == [
+        [2, 2], [None, None], [1, 1], [1, 1], [2, 2], [0, 0],
+    ]  # fmt: skip
+
+
+def test_prefetch_never_moves_what_a_suspended_sequence_holds(make_manager, sink) -> None:
+    """§3.8 prefetch: no space, nothing happens; never fatal."""
+    manager = make_manager(2, host=2, disk=8)
+    run(manager, prompt(1, 8))
+    run(manager, prompt(2, 8))
+    suspended = started(manager, prompt(3, 8))
+    suspended.suspend()
+    run(manager, prompt(4, 8))
+    assert [level_of(manager, sink, prompt(number, 8)) for number in (1, 2, 3)] == [[2, 2], [2, 2], [1, 1]]
+    sink.moves.clear()
+    assert manager.prefetch(NO_SCOPE, prompt(1, 9)) == 0
+    manager.check_integrity()
     assert sink.moves == []
+    assert suspended.resume()
+    suspended.close()
+
+
+def test_prefetch_leaves_what_the_window_has_passed(make_manager, sink) -> None:
+    """§3.3: a page that the sequence will not read stays where it is."""
+    manager = make_manager(6, windows=(None, 8), host=6, disk=24)
+    for number in range(1, 5):
+        run(manager, prompt(number, 24))
+    windowed = [sink.levels.get((1, key)) for key in manager.block_keys(NO_SCOPE, prompt(1, 24))]
+    assert windowed == [2] * 6
+    assert manager.prefetch(NO_SCOPE, prompt(1, 25)) == 6 + 2
+    levels = [
+        [sink.levels.get((group, key)) for key in manager.block_keys(NO_SCOPE, prompt(1, 24))] for group in (0, 1)
+    ]
+    assert levels == [[1] * 6, [2] * 4 + [1] * 2]
+
+
+def test_prefetch_of_a_damaged_page_goes_on_without_it(make_manager, tmp_path, sink) -> None:
+    """Content safety: what continues the damaged block is no longer worth fetching."""
+    manager = make_manager(6, host=6, disk=12)
+    for number in range(1, 4):
+        run(manager, prompt(number, 24))
+    assert level_of(manager, sink, prompt(1, 24)) == [2] * 6
+    (file,) = tmp_path.iterdir()
+    content = bytearray(file.read_bytes())
+    content[len(content) // 12 // 2] ^= 1
+    file.write_bytes(content)
+    found = manager.match(NO_SCOPE, prompt(1, 25)).num_tokens
+    moved = manager.prefetch(NO_SCOPE, prompt(1, 25))
+    manager.check_integrity()
+    assert manager.stats().counters.damaged_pages == 1
+    left = manager.match(NO_SCOPE, prompt(1, 25)).num_tokens
+    assert left < found
+    assert level_of(manager, sink, prompt(1, 24))[: left // 4] == [1] * (left // 4)
+    assert moved >= left // 4
 
 
 @pytest.mark.parametrize("options", [{"host": 4}, {"host": 1, "disk": 4, "enable_block_reuse": False}, {}])
@@ -217,7 +293,9 @@ def test_a_full_disk_disables_the_tier_and_serving_goes_on(make_manager, sink, m
 
     (pool,) = manager.storage._cold[0]
     monkeypatch.setattr(pool, "store", refuse)
+    assert [level.usable for level in manager.level_stats()] == [True, True]
     run(manager, prompt(4, 8))
+    assert [level.usable for level in manager.level_stats()] == [True, False]
     assert not manager.can_suspend
     assert [level_of(manager, sink, prompt(number, 8)) for number in (1, 3)] == [[None] * 2] * 2
     assert level_of(manager, sink, prompt(2, 8)) == [1, 1]

@@ -293,3 +293,17 @@ def test_disk_prefetch_takes_the_first_queued_prompts_once() -> None:
     bench.step()
     bench.step()
     assert [int.from_bytes(bytes.fromhex(token), "little") for token in fetched] == [0, 100]
+    assert bench.manager.kept_meanwhile == [0, 0]
+
+
+def test_disk_prefetch_keeps_what_the_others_have() -> None:
+    """§2 disk_prefetch_num_reqs: N=2: neither is fetched at the other's cost; the third does not count."""
+    bench = SchedulerBench(100, max_batch_size=1, disk_prefetch_num_reqs=2)
+    bench.add("running", 4)
+    bench.step()
+    for number, name in enumerate("abc", 1):
+        bench.add(name, 8, first=100 * number)
+    bench.step()
+    fetched = bench.manager.prefetched[1:]
+    assert [int.from_bytes(bytes.fromhex(token), "little") for token in fetched] == [100, 200]
+    assert bench.manager.kept_meanwhile == [0, 1, 1]

@@ -178,6 +178,7 @@ class V1CacheManager:
         token_ids: TokenIds,  # noqa: ARG002 - of the protocol
         *,
         block_keys: list[bytes] | None = None,  # noqa: ARG002 - of the protocol
+        keep: Sequence[list[bytes]] = (),  # noqa: ARG002 - of the protocol
     ) -> int:
         """0: V1 has no disk tier."""
         return 0
