@@ -24,9 +24,11 @@ def cache_block(name: str, about: str, report: CacheReport) -> RenderableType:
     heading = Text.assemble((name, "bold"), "  ", (about, "dim"))
     if not report.tiers:
         return Group(heading, Text("  no figures yet", "dim"))
-    tables = [_pages(report.tiers)]
+    tables: list[RenderableType] = [_pages(report.tiers)]
     if any(_counts(flow) != _NOTHING for flow in report.flows):
         tables.append(_since_start(report))
+    if off := [tier.tier for tier in report.tiers if not tier.usable]:
+        tables.append(Text(f"{', '.join(off)} failed: off until this server starts again, see its log", "bold red"))
     notes = [line for line in (hits(report.counters), moves(report.counters), pins(report)) if line]
     if damaged := report.counters.get("damaged_pages", 0):
         notes.append(f"[bold red]{damaged} damaged pages of a cold tier, each computed again[/]")
@@ -109,7 +111,10 @@ def _rows(tier: TierReport) -> Iterable[tuple[RenderableType, ...]]:
     total, free = sum(tier.total), sum(tier.free)
     used, evictable, left = bar_cells(sum(sums[:-1]), sums[-1], total)
     bar = Text.assemble(("█" * used, "cyan"), ("▒" * evictable, "green"), ("░" * left, "dim"))
-    yield (tier.tier, bar, *map(str, sums), str(free), str(total))
+    if tier.usable:
+        yield (tier.tier, bar, *map(str, sums), str(free), str(total))
+    else:  # its free pages are of no use to anybody
+        yield (tier.tier, Text("disabled", "bold red"), *map(str, sums), "-", str(total))
     if len(tier.groups) > 1:
         for group in tier.groups:
             yield ("", Text(_group_name(group), "dim"), *(Text(str(getattr(group, state)), "dim") for state in _STATES))

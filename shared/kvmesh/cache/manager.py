@@ -311,6 +311,7 @@ class KvCacheManager:
                     GroupPages(index, group.window, *self.store.group_tables[index].group_counts(level, index))
                     for index, group in enumerate(self.layout.groups)
                 ),
+                usable=self.store.placement.usable[level],
             )
             for level, tier in enumerate(self.tiers)
         ]

@@ -103,3 +103,5 @@ class LevelStats(NamedTuple):
     free: tuple[int, ...]
     """Free slots by pool."""
     groups: tuple[GroupPages, ...]
+    usable: bool = True
+    """False: it has failed and takes no pages any more."""

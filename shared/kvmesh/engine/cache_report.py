@@ -58,6 +58,7 @@ def tiers_of(levels: Iterable[LevelStats]) -> tuple[TierReport, ...]:
             total=level.total,
             free=level.free,
             groups=tuple(GroupReport(**group._asdict()) for group in level.groups),
+            usable=level.usable,
         )
         for level in levels
     )

@@ -104,6 +104,8 @@ class TierReport(msgspec.Struct, kw_only=True, frozen=True):
     free: tuple[int, ...]
     """Free pages by pool."""
     groups: tuple[GroupReport, ...]
+    usable: bool = True
+    """False: it has failed, takes no pages any more and is off until the server starts again."""
 
 
 class CacheReport(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -93,7 +93,11 @@ def _tiers(report: CacheReport) -> Iterable[Metric]:
     )
     capacity = GaugeMetricFamily("kvmesh_cache_capacity_pages", "Pages of a pool on a tier", labels=("tier", "pool"))
     free = GaugeMetricFamily("kvmesh_cache_free_pages", "Free pages of a pool on a tier", labels=("tier", "pool"))
+    usable = GaugeMetricFamily(
+        "kvmesh_cache_tier_usable", "1 while a tier takes pages, 0 once it has failed", labels=("tier",)
+    )
     for tier in report.tiers:
+        usable.add_metric((tier.tier,), float(tier.usable))
         for pool, (total, left) in enumerate(zip(tier.total, tier.free, strict=True)):
             capacity.add_metric((tier.tier, str(pool)), total)
             free.add_metric((tier.tier, str(pool)), left)
@@ -105,7 +109,7 @@ def _tiers(report: CacheReport) -> Iterable[Metric]:
     )
     for age, count in zip(PIN_AGES, report.pinned_pages_by_age, strict=True):
         pinned.add_metric((age,), count)
-    yield from (pages, capacity, free, pinned)
+    yield from (pages, capacity, free, usable, pinned)
 
 
 def _flows(report: CacheReport) -> Iterable[Metric]:

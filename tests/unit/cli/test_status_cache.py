@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
-from kvmesh.cli.status_cache import BAR_CELLS, bar_cells, hits, moves, pins
-from kvmesh.protocol.cache_report import CacheReport
+from kvmesh.cli.status_cache import BAR_CELLS, bar_cells, cache_block, hits, moves, pins
+from kvmesh.protocol.cache_report import CacheReport, TierReport
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 10**6))
@@ -31,6 +34,19 @@ def test_moves_that_did_not_happen_are_not_mentioned() -> None:
     assert moves({"offloaded_pages": 0}) == ""
     counters = {"onboarded_pages": 3, "onboarded_bytes": 1_500_000, "dropped_pages": 2}
     assert moves(counters) == "onboarded 3 pages (1.5 MB), dropped 2 pages"
+
+
+def test_a_tier_that_failed_is_no_free_room() -> None:
+    def text(usable: bool) -> str:
+        tier = TierReport(level=2, tier="disk", total=(135,), free=(135,), groups=(), usable=usable)
+        console = Console(width=200)
+        with console.capture() as capture:
+            console.print(cache_block("context-0", "", CacheReport(tiers=(tier,))))
+        return capture.get()
+
+    assert "disabled" not in text(usable=True)
+    assert re.search(r"disk +disabled +0 +0 +0 +0 +- +135", text(usable=False))
+    assert "disk failed: off until this server starts again" in text(usable=False)
 
 
 def test_pins_by_age() -> None:

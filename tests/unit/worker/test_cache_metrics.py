@@ -20,7 +20,7 @@ REPORT = CacheReport(
                 GroupReport(group=1, window=512, locked=3, pinned=0, held=0, evictable=36),
             ),
         ),
-        TierReport(level=1, tier="host", total=(50, 0), free=(50, 0), groups=()),
+        TierReport(level=1, tier="host", total=(50, 0), free=(50, 0), groups=(), usable=False),
     ),
     flows=(
         GroupFlows(tier="gpu", group=1, reused_full=7, dropped=3),
@@ -55,6 +55,8 @@ def test_pages_by_tier_group_and_state() -> None:
     assert found['kvmesh_cache_pages{group="1",state="evictable",tier="gpu"}'] == "36.0"
     assert found['kvmesh_cache_free_pages{pool="1",tier="gpu"}'] == "1.0"
     assert found['kvmesh_cache_capacity_pages{pool="0",tier="host"}'] == "50.0"
+    assert found['kvmesh_cache_tier_usable{tier="gpu"}'] == "1.0"
+    assert found['kvmesh_cache_tier_usable{tier="host"}'] == "0.0"
 
 
 def test_hits_and_moves_by_tier_and_group() -> None:
