@@ -28,6 +28,7 @@ from kvmesh.cli.rundir import RunDir, RunDirBusyError, is_running
 from kvmesh.cli.supervisor import USER_ERROR, StartFailedError
 from kvmesh.config import ConfigError, MeshSettings, WorkerSettings, load_settings
 from kvmesh.config.errors import sentence_of
+from kvmesh.config.mesh import spread_over_workers
 from kvmesh.config.mesh_pairing import refuse_unpairable
 from kvmesh.config.mesh_plan import plan_mesh as plan_settings
 from kvmesh.config.sources import merged
@@ -64,7 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:  # noqa: 
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="any setting, such as context.kv_cache_config.max_tokens=4096; may be repeated",
+        help="any setting, such as kv_cache_config.max_tokens=4096, or with context. in front for the context servers "
+        "alone; may be repeated",
     )
     parser.add_argument("--detach", action="store_true", help="return once the mesh is up; 'kvmesh down' stops it")
 
@@ -109,8 +111,9 @@ def _settings(args: argparse.Namespace) -> MeshSettings:
     overrides = {key: value for key, value in flags.items() if value is not None}
     if args.port is not None:
         overrides["router"] = {"port": args.port}
+    assigned = spread_over_workers(parse_assignments(args.set))
     try:
-        return load_settings(MeshSettings, args.config, overrides=merged(parse_assignments(args.set), overrides))
+        return load_settings(MeshSettings, args.config, overrides=merged(assigned, overrides))
     except ConfigError as error:
         raise UserError(str(error)) from error
 

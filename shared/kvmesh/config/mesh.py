@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
@@ -11,9 +12,13 @@ from kvmesh.config.endpoints import Port
 from kvmesh.config.indexer import IndexerSettings
 from kvmesh.config.router import RouterSettings
 from kvmesh.config.service import DEFAULT_MODEL, Seconds, TracedSettings
+from kvmesh.config.sources import merged
 from kvmesh.config.worker import WorkerSettings
 
-__all__ = ["MeshSettings"]
+__all__ = ["MeshSettings", "spread_over_workers"]
+
+_WORKER_SECTIONS = ("context", "generation", "aggregated")
+_GIVEN_BY_THE_MESH = frozenset({"role", "port", "instance_id", "coordinator_url"})
 
 
 class MeshSettings(TracedSettings):
@@ -70,3 +75,16 @@ class MeshSettings(TracedSettings):
         if self.num_aggregated == 0 and (self.num_context == 0 or self.num_generation == 0):
             raise ValueError("a mesh needs num_context and num_generation of at least 1, or num_aggregated")
         return self
+
+
+def spread_over_workers(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """A layer of a mesh's settings in which keys that only a worker knows go to the workers of every role.
+
+    What a section of the same layer states for itself wins.
+    """
+    known = WorkerSettings.model_fields.keys() - MeshSettings.model_fields.keys() - _GIVEN_BY_THE_MESH
+    shared = {key: value for key, value in layer.items() if key in known}
+    own = {key: value for key, value in layer.items() if key not in known}
+    if not shared:
+        return own
+    return own | {section: merged(shared, own.get(section) or {}) for section in _WORKER_SECTIONS}

@@ -14,6 +14,7 @@ from kvmesh.config import (
     RouterSettings,
     WorkerSettings,
 )
+from kvmesh.config.mesh import spread_over_workers
 from kvmesh.config.mesh_plan import MeshPlan, plan_mesh
 
 
@@ -105,3 +106,21 @@ def test_a_mesh_needs_both_halves_or_a_whole(context: int, generation: int) -> N
     with pytest.raises(ValidationError, match="num_aggregated"):
         MeshSettings(num_context=context, num_generation=generation)
     MeshSettings(num_context=context, num_generation=generation, num_aggregated=1)
+
+
+def test_a_workers_key_without_a_section_is_for_all_workers() -> None:
+    layer = {
+        "kv_cache_config": {"max_tokens": 1024, "tokens_per_block": 16},
+        "generation": {"kv_cache_config": {"max_tokens": 2048}},
+        "log_level": "debug",
+        "port": 1,
+    }
+    shared = {"kv_cache_config": {"max_tokens": 1024, "tokens_per_block": 16}}
+    assert spread_over_workers(layer) == {
+        "log_level": "debug",
+        "port": 1,
+        "context": shared,
+        "aggregated": shared,
+        "generation": {"kv_cache_config": {"max_tokens": 2048, "tokens_per_block": 16}},
+    }
+    assert spread_over_workers({"lease_s": 1}) == {"lease_s": 1}
