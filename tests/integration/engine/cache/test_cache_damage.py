@@ -13,9 +13,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import structlog
-from cache_modes import Mode, check_evidence
+from cache_modes import REBALANCE, Mode, check_evidence
 from cache_workload import check_answers, serve
 
 from kvmesh.cache.storage.disk import FILE_PREFIX, PageFile
@@ -29,6 +30,11 @@ pytestmark = pytest.mark.slow
 MODES = {
     "disk": Mode(("to_disk",), ("starved",), disk=2.0),
     "host-disk": Mode(("to_host", "to_disk"), ("starved",), host=0.5, disk=2.0),
+}
+SINGLE_PAGES = {
+    "host": Mode(("to_host", "damaged_pages"), host=1.0),
+    "host-disk": Mode(("to_host", "to_disk", "damaged_pages"), host=0.5, disk=2.0),
+    "rebalance": Mode(("rebalances", "to_host", "to_disk", "damaged_pages"), (), REBALANCE, host=0.5, disk=2.0),
 }
 SOAK = int(os.environ.get("KVMESH_SOAK", "0"))
 
@@ -116,6 +122,49 @@ def test_files_harmed_while_requests_run(family: str, harm: str, reference: Make
     check_evidence(evidence, MODES["disk"])
     assert evidence["damaged_pages"] > 0
     assert evidence["lost"] > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "tiers"),
+    list(product(["llama-windows", "gemma2", "gemma3"], SINGLE_PAGES))
+    if SOAK
+    else [("llama-windows", "host"), ("llama-windows", "host-disk"), ("gemma2", "rebalance")],
+)
+def test_single_pages_harmed_while_requests_run(family: str, tiers: str, reference: Make, watched: Make) -> None:
+    """One page of the host's memory and one of each file at a time: what continues it is moved together with it."""
+    expected, mode = reference(family), SINGLE_PAGES[tiers]
+    engine = watched(family, mode, expected)
+    asks, answers = expected.rounds[0]
+    layout = engine.manager.layout
+    random = np.random.default_rng(0)
+
+    def harm_some(step: int) -> None:
+        if step % 4:
+            return
+        for level in engine.manager.storage._cold:
+            for pool, sizes in zip(level, layout.pools, strict=True):
+                if isinstance(pool, PageFile):
+                    scribble_page(pool.path, sizes.page_bytes, random)
+                elif pool.array.nbytes:
+                    pool.array[int(random.integers(pool.array.nbytes))] ^= 0x10
+
+    check_answers(serve(engine, "run", asks, each_step=harm_some), answers, asks)
+    engine.manager.check_integrity()
+    evidence = engine.evidence()
+    engine.close()
+    check_evidence(evidence, mode)
+
+
+def scribble_page(path: Path, page_bytes: int, random: np.random.Generator) -> None:
+    """Flip a bit of one page of a file, in place."""
+    pages = path.stat().st_size // page_bytes
+    if pages:
+        place = int(random.integers(pages)) * page_bytes + 5
+        with path.open("r+b") as file:
+            file.seek(place)
+            byte = file.read(1)[0]
+            file.seek(place)
+            file.write(bytes([byte ^ 0x10]))
 
 
 @pytest.mark.parametrize(("family", "tiers"), [("llama", "disk"), ("gemma3", "host-disk")])
