@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import anyio
 
+from kvmesh.cli.errors import UserError
 from kvmesh.cli.openai_stream import StreamTimes, stream
 from kvmesh.cli.plan import MeshPlan
 from kvmesh.cli.rundir import FirstAnswer
@@ -96,9 +97,21 @@ async def ask_first_question(url: str, headers: dict[str, str] | None = None) ->
     Raises:
         PeerUnreachableError: the router broke off.
         ApiError: it refused, or the answer was cut off.
-        UserError: no model is served.
+        UserError: no model is served, or the servers have no room for the question.
     """
     model = await served_model(url, headers)
+    try:
+        return await _first_answer(url, model, headers)
+    except ApiError as error:
+        if error.code != "context_length_exceeded":
+            raise
+        raise UserError(
+            f"the first question does not fit into the servers: {error.message} Raise what limits them: "
+            "kv_cache_config.max_tokens, kv_cache_config.max_gpu_total_bytes, device_memory_bytes or max_seq_len"
+        ) from error
+
+
+async def _first_answer(url: str, model: str, headers: dict[str, str] | None) -> tuple[str, FirstAnswer]:
     async with HttpClient(timeout_s=10.0, headers=headers) as http:
         # What each process loads at its first request is not what people wait for later. Another text: the cache must
         # not flatter the figures.

@@ -52,6 +52,13 @@ class Stand(Service):
         return json_response({"data": [{"id": "stand-in"}]})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
+        if self.settings.get("model") == "small":
+            error = {
+                "message": "It holds 10 tokens.",
+                "type": "invalid_request_error",
+                "code": "context_length_exceeded",
+            }
+            return json_response({"error": error}, 400)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for text, finish in (("Par", "null"), ("is.", '"stop"')):

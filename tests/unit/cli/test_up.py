@@ -184,6 +184,13 @@ def test_a_mesh_that_never_serves_says_why_in_the_routers_words(command):
     assert "answered 503: no pair is usable" in up.stdout
 
 
+def test_servers_too_small_for_the_first_question_are_told_apart_from_defects(command):
+    up = command.run("up", "--model=small", *PORTS)
+    assert up.returncode == 1
+    assert "the first question does not fit into the servers: It holds 10 tokens. Raise what limits" in up.stdout
+    assert "kv_cache_config.max_tokens" in up.stdout
+
+
 def test_halves_that_never_pair_start_nothing(command):
     up = command.run("up", "--set=context.kv_cache_config.tokens_per_block=64", *PORTS)
     assert up.returncode == 2
