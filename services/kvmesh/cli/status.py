@@ -22,7 +22,7 @@ from kvmesh.net.client import HttpClient, PeerUnreachableError
 from kvmesh.protocol.cache_report import CacheReport
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.members import Member, MemberList
-from kvmesh.protocol.transfer import TransferList, TransferRecord
+from kvmesh.protocol.transfer import FINAL_STATES, TransferList, TransferRecord
 
 __all__ = ["add_arguments", "run"]
 
@@ -187,7 +187,7 @@ def _transfers(listed: TransferList) -> RenderableType:
 
 
 def _list(records: list[TransferRecord]) -> Table:
-    table = _plain_table("transfer", "state", "from", "to", "tokens", "moved", "age", left=4)
+    table = _plain_table("transfer", "state", "from", "to", "tokens", "moved", "age or time taken", left=4)
     reasons = ["; ".join(side.reason for side in record.sides if side.reason) for record in records]
     if any(reasons):
         table.add_column("reason")
@@ -202,7 +202,14 @@ def _list(records: list[TransferRecord]) -> Table:
             target.instance_id if target else "-",
             str(max((side.num_tokens for side in record.sides), default=0)),
             f"{moved / 1e6:.2f} MB" if moved else "-",
-            f"{record.age_ms} ms" if record.age_ms < 10_000 else f"{record.age_ms / 1000:.0f} s",
+            _age(record),
             *([reason] if any(reasons) else []),
         )
     return table
+
+
+def _age(record: TransferRecord) -> str:
+    """How old an open transfer is, or how long a finished one took."""
+    time_ = f"{record.age_ms} ms" if record.age_ms < 10_000 else f"{record.age_ms / 1000:.0f} s"
+    finished = all(side.state in FINAL_STATES for side in record.sides)
+    return f"took {time_}" if finished else time_

@@ -15,11 +15,16 @@ from typing import NamedTuple
 import msgspec
 
 from kvmesh.net.clock import Clock
-from kvmesh.protocol.transfer import LedgerEvent, TransferList, TransferRecord, TransferSide, TransferState
+from kvmesh.protocol.transfer import (
+    FINAL_STATES,
+    LedgerEvent,
+    TransferList,
+    TransferRecord,
+    TransferSide,
+    TransferState,
+)
 
-__all__ = ["FINAL_STATES", "LedgerStatistics", "TransferLedger"]
-
-FINAL_STATES: frozenset[TransferState] = frozenset({"completed", "failed", "cancelled"})
+__all__ = ["LedgerStatistics", "TransferLedger"]
 
 DEFAULT_MAX_TRANSFERS = 100_000
 """About 100 MB at the worst."""

@@ -9,6 +9,7 @@ import msgspec
 from kvmesh.protocol.version import PROTOCOL_VERSION
 
 __all__ = [
+    "FINAL_STATES",
     "CancelSession",
     "ControlMessage",
     "Hello",
@@ -26,6 +27,9 @@ __all__ = [
 ]
 
 TransferState = Literal["registered", "transferring", "completed", "failed", "cancelled", "timed_out"]
+
+FINAL_STATES: frozenset[TransferState] = frozenset({"completed", "failed", "cancelled"})
+"""Last words of a side; a transfer is finished when every side has said its own."""
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):

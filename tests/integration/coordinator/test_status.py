@@ -137,6 +137,9 @@ async def test_reasons_have_a_column_where_there_are_any(coordinator, capsys, mo
     text = capsys.readouterr().out
     assert "reason" in text
     assert "no pages" in text
+    by_id = {line.split()[0]: line for line in text.splitlines() if line[:3] in ("77 ", "78 ")}
+    assert "took 0 ms" in by_id["78"]
+    assert "took" not in by_id["77"], "it goes on"
 
 
 async def test_status_says_when_nobody_is_there(capsys, monkeypatch, tmp_path):
