@@ -167,7 +167,7 @@ def test_a_received_sequence_survives_preemption(make_engine: Make, prompt: Make
     ("change", "status", "code"),
     [
         ({"handoff": b"\x00"}, 400, "invalid_handoff"),
-        ({"first_tokens": []}, 400, None),
+        ({"first_tokens": []}, 400, "invalid_value"),
         ({"prompt": 8}, 400, "ticket_mismatch"),
         ({"other_prompt": True}, 400, "ticket_mismatch"),
         ({"cache_salt": "x"}, 400, "ticket_mismatch"),
@@ -176,7 +176,7 @@ def test_a_received_sequence_survives_preemption(make_engine: Make, prompt: Make
     ],
 )
 def test_a_bad_hand_off_fails_only_its_request(
-    pair: Pair, prompt: Make, request_of: Make, change: dict[str, Any], status: int, code: str | None
+    pair: Pair, prompt: Make, request_of: Make, change: dict[str, Any], status: int, code: str
 ) -> None:
     tokens = prompt(9)
     transfer_id, first = pair.prefill(tokens)
