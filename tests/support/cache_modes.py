@@ -150,7 +150,7 @@ MODES = {
         ("starved",),
         _reuse(policy="per_conversation"),
         host=1.0,
-        disk=20.0,
+        disk=60.0,
         families=WINDOWED,
     ),
     "two-turns": Mode(
