@@ -100,6 +100,7 @@ class Holdings:
         return any(
             blocks.table.any_quarantined(pages)
             for blocks in self._groups
+            if blocks.table.quarantines
             for pages in (blocks.active(start), blocks.retained())
         )
 
@@ -117,6 +118,8 @@ class Holdings:
 
     def bring_to_device(self) -> bool:
         """Move active (locked) pages that are on colder levels up; whether all are on the device now."""
+        if not self._store.tables[0].last_level:
+            return True
         cold: list[list[Pages]] = [[] for _ in self._store.tables]
         for layout, own in zip(self._layouts, self.active(), strict=True):
             table = self._store.tables[layout.pool]

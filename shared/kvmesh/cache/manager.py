@@ -361,9 +361,12 @@ class KvCacheManager:
         return None
 
     def _unavailable(self, pool: int) -> int:
-        counts = self.store.tables[pool].counts()
-        movable = counts.held if self.can_suspend else 0
-        return counts.total - counts.free - counts.evictable - movable
+        table = self.store.tables[pool]
+        free = len(table.free_slots[DEVICE_LEVEL])
+        if not table.last_level:
+            return table.num_slots[DEVICE_LEVEL] - free - table.num_queued(DEVICE_LEVEL)
+        counts = table.counts()
+        return counts.total - free - counts.evictable - (counts.held if self.can_suspend else 0)
 
     def _chain(self, found: BlockMatch) -> list[int]:
         chain: list[int] = found.nodes.tolist()

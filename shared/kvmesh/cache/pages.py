@@ -387,6 +387,8 @@ class PageTable:
         return self._states.held(level) - self._damaged_held[level]
 
     def _change(self, pages: Pages, delta: int) -> None:
+        if not len(pages):
+            return
         freed = np.empty(len(pages), dtype=np.int32)
         quarantined = pages[self._is_quarantined[pages]] if self.quarantines else _NONE
         damaged = _among(pages, self.damaged) if self.damaged else _NONE

@@ -425,6 +425,8 @@ class KvCache:
 
     def _raise_history(self, history: int) -> None:
         self._history = history
+        if self._store.all_whole:
+            return
         active = self._state is SequenceState.ACTIVE
         self._pages.advance(history, self._num_stored, storing=self._may_still_store(), locked=active)
 
