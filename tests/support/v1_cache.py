@@ -57,12 +57,16 @@ class FaultyStorage(Storage):
 class RecordingSink:
     """Keeps what is reusable by group, as an indexer would; fails on a key stored or removed twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, windowed: Sequence[bool]) -> None:
+        self.windowed = windowed
+        """By group; a group without a window must have been told of every parent itself."""
         self.log: list[tuple[object, ...]] = []
         self.prefixes: list[dict[bytes, tuple[ReuseScope, tuple[int, ...]]]] = []
         """By group and key: scope and all tokens from the start."""
         self.known: list[dict[bytes, tuple[ReuseScope, tuple[int, ...]]]] = []
         """The same for every block ever stored."""
+        self.computed: dict[bytes, tuple[ReuseScope, tuple[int, ...]]] = {}
+        """The same for every full block that :meth:`SmallCache.write` has computed, stored or not."""
         self.levels: list[dict[bytes, int]] = []
         self.priorities: list[dict[bytes, int]] = []
 
@@ -79,8 +83,10 @@ class RecordingSink:
         assert blocks.priorities.dtype == np.uint8
         prefix: tuple[int, ...] = ()
         if blocks.parent_key is not None:
-            # A group with a window may continue a block that it never had itself.
-            scope, prefix = next(known[blocks.parent_key] for known in self.known if blocks.parent_key in known)
+            assert self.windowed[group] or blocks.parent_key in self.prefixes[group], "stored after an unknown block"
+            # A group with a window may continue a block that it never had, and that another group is told of later.
+            parents = next((known for known in self.known if blocks.parent_key in known), self.computed)
+            scope, prefix = parents[blocks.parent_key]
             assert scope == blocks.scope
         stored = zip(blocks.keys, blocks.token_ids.tolist(), blocks.priorities.tolist(), strict=True)
         for key, tokens, priority in stored:
@@ -150,7 +156,7 @@ class SmallCache:
         if host:
             counts.append([host * len(pool.groups) for pool in self.layout.pools])
         self.size = tokens_per_block
-        self.sink = RecordingSink()
+        self.sink = RecordingSink([group.window is not None for group in self.layout.groups])
         self.clock = ManualClock()
         self.device = CpuDevice(1 << 24)
         tiers = ("gpu", "host")[: len(counts)]
@@ -209,6 +215,9 @@ class SmallCache:
 
     def write(self, sequence: V1Sequence, tokens: Sequence[int], prefix: Sequence[int]) -> None:
         """What a forward pass does."""
+        whole = [*prefix, *tokens]
+        for number, key in enumerate(self.manager.block_keys(sequence.scope, as_token_ids(whole)), start=1):
+            self.sink.computed[key] = sequence.scope, tuple(whole[: number * self.size])
         for group in range(len(self.layout.groups)):
             words, slots = self.words(group), sequence.page_ids(group)
             for i in range(len(tokens)):
