@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvmesh.kernels.checks import GROUPED, call_cuda, compute_dtype, require, token_stride
-from kvmesh.kernels.library import check, load_cpu
+from kvmesh.kernels.library import Kernel, check, load_cpu
 from kvmesh.kernels.paged import PagedKv, native_kv
 
 __all__ = [
@@ -121,21 +121,7 @@ def silu_and_mul(out: Tensor, gate_up: Tensor) -> None:
     Raises:
         KernelError: A tensor has another dtype or shape, or is not contiguous inside a token.
     """
-    tokens, width = out.shape
-    require(gate_up.shape == (tokens, 2 * width), "silu_and_mul", "gate_up must be [T, 2F] where out is [T, F]")
-    arguments = (
-        out.data_ptr(),
-        token_stride(out),
-        gate_up.data_ptr(),
-        token_stride(gate_up),
-        tokens,
-        width,
-        compute_dtype(gate_up, out),
-    )
-    if out.is_cuda:
-        call_cuda("silu_and_mul", out, arguments)
-    elif status := _silu_and_mul(*arguments):
-        check(status, "silu_and_mul")
+    _gate("silu_and_mul", _silu_and_mul, out, gate_up)
 
 
 def gelu_tanh_and_mul(out: Tensor, gate_up: Tensor) -> None:
@@ -148,21 +134,7 @@ def gelu_tanh_and_mul(out: Tensor, gate_up: Tensor) -> None:
     Raises:
         KernelError: A tensor has another dtype or shape, or is not contiguous inside a token.
     """
-    tokens, width = out.shape
-    require(gate_up.shape == (tokens, 2 * width), "gelu_tanh_and_mul", "gate_up must be [T, 2F] where out is [T, F]")
-    arguments = (
-        out.data_ptr(),
-        token_stride(out),
-        gate_up.data_ptr(),
-        token_stride(gate_up),
-        tokens,
-        width,
-        compute_dtype(gate_up, out),
-    )
-    if out.is_cuda:
-        call_cuda("gelu_tanh_and_mul", out, arguments)
-    elif status := _gelu_tanh_and_mul(*arguments):
-        check(status, "gelu_tanh_and_mul")
+    _gate("gelu_tanh_and_mul", _gelu_tanh_and_mul, out, gate_up)
 
 
 def store_kv(k: Tensor, v: Tensor, kv: PagedKv, slot_mapping: Tensor) -> None:
@@ -330,3 +302,21 @@ def paged_attention(
         call_cuda("paged_attention", q, arguments)
     elif status := _paged_attention(*arguments):
         check(status, "paged_attention")
+
+
+def _gate(name: str, kernel: Kernel, out: Tensor, gate_up: Tensor) -> None:
+    tokens, width = out.shape
+    require(gate_up.shape == (tokens, 2 * width), name, "gate_up must be [T, 2F] where out is [T, F]")
+    arguments = (
+        out.data_ptr(),
+        token_stride(out),
+        gate_up.data_ptr(),
+        token_stride(gate_up),
+        tokens,
+        width,
+        compute_dtype(gate_up, out),
+    )
+    if out.is_cuda:
+        call_cuda(name, out, arguments)
+    elif status := kernel(*arguments):
+        check(status, name)

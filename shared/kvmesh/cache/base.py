@@ -210,12 +210,13 @@ class CacheManager(Protocol):
             token_ids: the prompt, int32, at least one token; tokens that were generated already may follow.
             request_id: for messages.
             block_keys: :meth:`block_keys` of the same prompt, when the caller has them.
-            retention: priorities of its blocks.
-            conversation_id: for the ``per_conversation`` policy.
+            retention: priorities of its blocks, validated.
+            conversation_id: for the ``per_conversation`` policy; ignored under the others, and with a warning while
+                another sequence of the conversation is open.
             reuse: False: neither look for cached blocks nor leave any.
             prompt_length: how many of ``token_ids`` are the prompt; None: all.
             reuse_limit: take at most so many leading tokens from the cache; None: as many as there are.
-            counted: False: keep it out of the statistics.
+            counted: False: keep it out of the statistics, and of what decides how memory is split between pools.
             again: this sequence was counted before, and closed: it is no prompt, and its own blocks are no hits.
         """
         ...

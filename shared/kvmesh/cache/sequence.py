@@ -20,7 +20,7 @@ from kvmesh.cache.store import BlockMatch
 from kvmesh.cache.tallies import SequenceTally
 from kvmesh.cache.token_chain import TokenChain
 from kvmesh.cache.windows import BlockRange, scratch_range
-from kvmesh.hashing import ReuseScope, TokenIds, v2_partial_key
+from kvmesh.hashing import ReuseScope, TokenIds, v2_block_keys, v2_partial_key, v2_root
 
 if TYPE_CHECKING:
     from kvmesh.cache.manager import KvCacheManager
@@ -72,7 +72,7 @@ class KvCache:
         self.conversation_id = conversation_id
         self._manager = manager
         self._store = manager.store
-        self._block_tokens = manager.layout.tokens_per_block
+        self._block_tokens = block_tokens = manager.layout.tokens_per_block
         self._priorities = priorities
         self._boundaries = boundaries
         self._snapshot_points = frozenset(snapshot_points)
@@ -88,7 +88,13 @@ class KvCache:
         self._prompt_length = prompt_length
         self._known_length = len(token_ids) if tally.again else prompt_length
         """Tokens whose blocks are not counted as generated ones."""
-        self._chain = TokenChain(scope, token_ids, block_keys, self._block_tokens)
+        self._chain = TokenChain(
+            token_ids,
+            block_keys,
+            self._block_tokens,
+            root=v2_root(scope),
+            hash_blocks=lambda tokens, parent: v2_block_keys(tokens, block_tokens, parent),
+        )
         self._tail_keys: list[bytes] = []
         """Key of the trailing partial block, once it is committed."""
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvmesh.hashing import ReuseScope, TokenIds, v2_block_keys, v2_root
+from kvmesh.hashing import TokenIds
 
-__all__ = ["TokenChain"]
+__all__ = ["HashBlocks", "TokenChain"]
+
+HashBlocks = Callable[[TokenIds, bytes], list[bytes]]
+"""Keys of consecutive full blocks: their tokens (int32, flat), and the key that the first one continues."""
 
 _SLACK = 256
 """Room for generated tokens in the first buffer."""
@@ -18,16 +21,24 @@ class TokenChain:
     """Tokens as they were announced, then as they are computed.
 
     Args:
-        scope: whose root key the first block continues.
         token_ids: int32 ``[T]``, as announced.
         block_keys: keys of their leading full blocks, as far as they are known.
         tokens_per_block: tokens of a full block.
+        root: the key that the first block continues.
+        hash_blocks: computes keys, V1's or V2's.
     """
 
     def __init__(
-        self, scope: ReuseScope, token_ids: TokenIds, block_keys: Sequence[bytes], tokens_per_block: int
+        self,
+        token_ids: TokenIds,
+        block_keys: Sequence[bytes],
+        tokens_per_block: int,
+        *,
+        root: bytes,
+        hash_blocks: HashBlocks,
     ) -> None:
-        self._scope = scope
+        self._root = root
+        self._hash_blocks = hash_blocks
         self._size = tokens_per_block
         self._num_announced = len(token_ids)
         self._tokens: TokenIds = np.empty(len(token_ids) + _SLACK, dtype=np.int32)
@@ -60,9 +71,9 @@ class TokenChain:
         known = len(self._keys)
         if known < end:
             tokens = self._tokens[known * self._size : end * self._size]
-            self._keys += v2_block_keys(tokens, self._size, self.parent_key(known))
+            self._keys += self._hash_blocks(tokens, self.parent_key(known))
         return self._keys[begin:end]
 
     def parent_key(self, block: int) -> bytes:
         """Key that ``block`` continues; the keys of the blocks before it are known."""
-        return self._keys[block - 1] if block else v2_root(self._scope)
+        return self._keys[block - 1] if block else self._root

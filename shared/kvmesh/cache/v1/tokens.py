@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
+from kvmesh.cache.token_chain import TokenChain
 from kvmesh.cache.v1.index import Chain
 from kvmesh.hashing import V1_ROOT, ReuseScope, TokenIds, v1_block_keys
 
@@ -11,15 +10,15 @@ __all__ = ["KEY_BYTES", "SequenceTokens", "block_keys"]
 
 KEY_BYTES = 8
 
-_TOKEN_SLACK = 256
-"""Room for generated tokens in the first token buffer."""
+_ROOT = V1_ROOT.to_bytes(KEY_BYTES, "big")
+"""What the first block of every sequence continues."""
 
 
 def block_keys(
     scope: ReuseScope,
     token_ids: TokenIds,
     tokens_per_block: int,
-    parent_key: bytes | None = None,
+    parent_key: bytes = _ROOT,
     *,
     include_partial: bool = False,
 ) -> list[bytes]:
@@ -29,13 +28,13 @@ def block_keys(
         scope: LoRA id and salt.
         token_ids: int32.
         tokens_per_block: tokens of a full block.
-        parent_key: key of the block before the first one, None at the start of a sequence.
+        parent_key: key of the block before the first one; left out at the start of a sequence.
         include_partial: whether a trailing partial block gets a key, too.
     """
     keys = v1_block_keys(
         token_ids,
         tokens_per_block,
-        V1_ROOT if parent_key is None else int.from_bytes(parent_key, "big"),
+        int.from_bytes(parent_key, "big"),
         lora_id=scope.lora_id,
         salt=scope.salt,
         include_partial=include_partial,
@@ -45,7 +44,7 @@ def block_keys(
 
 
 class SequenceTokens:
-    """A growing token buffer and the keys of its leading full blocks.
+    """The tokens of one sequence, as chains of blocks that the index takes.
 
     Args:
         scope: where the blocks may be reused.
@@ -57,40 +56,27 @@ class SequenceTokens:
     def __init__(self, scope: ReuseScope, prompt: TokenIds, keys: list[bytes], tokens_per_block: int) -> None:
         self.scope = scope
         self._size = tokens_per_block
-        self._prompt_length = len(prompt)
-        self._tokens: TokenIds = np.empty(len(prompt) + _TOKEN_SLACK, dtype=np.int32)
-        self._tokens[: len(prompt)] = prompt
-        self._keys = keys.copy()
-        """As far as they are known."""
+        self._chain = TokenChain(
+            prompt,
+            keys,
+            tokens_per_block,
+            root=_ROOT,
+            hash_blocks=lambda tokens, parent: block_keys(scope, tokens, tokens_per_block, parent),
+        )
 
     def write(self, begin: int, token_ids: TokenIds) -> None:
-        """The tokens from position ``begin`` on."""
-        end = begin + len(token_ids)
-        if end <= self._prompt_length and np.array_equal(self._tokens[begin:end], token_ids):
-            return
-        if end > len(self._tokens):
-            grown = np.empty(2 * end, dtype=np.int32)
-            grown[:begin] = self._tokens[:begin]
-            self._tokens = grown
-        self._tokens[begin:end] = token_ids
-        # Keys of these blocks may have been computed from other tokens.
-        del self._keys[begin // self._size :]
+        """The tokens from ``begin`` on are ``token_ids``, whatever was announced."""
+        self._chain.write(begin, token_ids)
 
     def full_blocks(self, first: int, last: int) -> Chain:
         """Blocks ``first .. last - 1``, whose tokens have all been written."""
-        known = len(self._keys)
-        if known < last:
-            tokens = self._tokens[known * self._size : last * self._size]
-            self._keys += block_keys(self.scope, tokens, self._size, self._key_before(known))
-        tokens = self._tokens[first * self._size : last * self._size].reshape(-1, self._size)
-        return Chain(self.scope, self._keys[first:last], tokens)
+        return Chain(self.scope, self._chain.keys(first, last), self._chain.blocks(first, last))
 
     def partial_block(self, end: int) -> Chain:
         """The partial block that ends at token ``end``."""
         full = end // self._size
-        tokens = self._tokens[full * self._size : end]
-        [key] = block_keys(self.scope, tokens, self._size, self._key_before(full), include_partial=True)
+        tokens = self._chain.tokens(full * self._size, end)
+        self._chain.keys(0, full)
+        parent = self._chain.parent_key(full)
+        [key] = block_keys(self.scope, tokens, self._size, parent, include_partial=True)
         return Chain(self.scope, [key], tokens.reshape(1, -1))
-
-    def _key_before(self, block: int) -> bytes | None:
-        return self.full_blocks(block - 1, block).keys[0] if block else None
