@@ -1,0 +1,1 @@
+"""Channels move contiguous bytes between the staging regions of two engines, one module for each library."""
