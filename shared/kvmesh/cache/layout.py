@@ -8,6 +8,9 @@ buffers of all layers of one group for ``tokens_per_block`` consecutive tokens.
 Inside a page every layer has its K buffer, then its V buffer, each a contiguous
 ``[num_kv_heads, tokens_per_block, head_dim]``, 64-byte aligned. A page of a state group holds the recurrent state of
 all its layers after some number of tokens: a sequence has one, and the tree keeps snapshots.
+
+In an engine of several ranks (:mod:`kvmesh.cache.sharding`) a rank's part of a page is a layer group of its own, in a
+pool of that rank: heads are the outermost axis of a buffer, so that a rank's heads are one run of its bytes.
 """
 
 from __future__ import annotations
@@ -68,6 +71,10 @@ class LayerCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     window: int | None = None
     """Attention window in tokens, None for full attention."""
+    rank: int = 0
+    """The engine rank that keeps it; a layer has an entry for each of its ranks."""
+    first_kv_head: int = 0
+    """Which of the layer's heads these are: ``first_kv_head`` and those that follow."""
     state_bytes: int | None = None
     """Kind ``state`` only: bytes of the layer's recurrent state; heads, head_dim and dtype then say nothing."""
 
@@ -89,6 +96,8 @@ class BufferSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int
     head_dim: int
     dtype: str
+    first_kv_head: int = 0
+    """The first of the layer's heads that it holds."""
 
 
 class LayerGroupLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +111,8 @@ class LayerGroupLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Index of the pool whose slots hold this group's pages."""
     page_bytes: int
     buffers: tuple[BufferSpec, ...]
+    rank: int = 0
+    """The engine rank that computes with these pages."""
 
     @property
     def has_every_page(self) -> bool:
@@ -121,10 +132,11 @@ class LayerGroupLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """An array of equal slots, shared by the layer groups whose pages have this size."""
+    """An array of equal slots in the memory of one rank, shared by its layer groups whose pages have this size."""
 
     page_bytes: int
     groups: tuple[int, ...]
+    rank: int = 0
 
 
 class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,24 +152,24 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
         """Lay out the pages of a model.
 
         Raises:
-            LayoutError: a layer appears twice, a size is not positive, or a kind or dtype is not supported.
+            LayoutError: a layer appears twice on a rank, a size is not positive, or a kind or dtype is not supported.
         """
         if tokens_per_block < 1:
             raise LayoutError(f"tokens_per_block must be positive, not {tokens_per_block}")
         if not requirements.layers:
             raise LayoutError("the model states no layer with a cache")
-        members: dict[tuple[CacheKind, int | None], list[LayerCacheSpec]] = {}
-        seen: set[int] = set()
+        members: dict[tuple[int, CacheKind, int | None], list[LayerCacheSpec]] = {}
+        seen: set[tuple[int, int]] = set()
         for layer in requirements.layers:
             _check_layer(layer, seen)
-            members.setdefault((layer.kind, layer.window), []).append(layer)
+            members.setdefault((layer.rank, layer.kind, layer.window), []).append(layer)
 
         groups: list[LayerGroupLayout] = []
-        pool_of_size: dict[int, int] = {}
+        pool_of_size: dict[tuple[int, int], int] = {}
         pool_groups: list[list[int]] = []
-        for group_id, ((kind, window), layers) in enumerate(members.items()):
+        for group_id, ((rank, kind, window), layers) in enumerate(members.items()):
             buffers, page_bytes = _place_buffers(layers, tokens_per_block)
-            pool = pool_of_size.setdefault(page_bytes, len(pool_of_size))
+            pool = pool_of_size.setdefault((rank, page_bytes), len(pool_of_size))
             if pool == len(pool_groups):
                 pool_groups.append([])
             pool_groups[pool].append(group_id)
@@ -170,11 +182,12 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
                     pool=pool,
                     page_bytes=page_bytes,
                     buffers=buffers,
+                    rank=rank,
                 )
             )
         pools = tuple(
-            PoolLayout(page_bytes=page_bytes, groups=tuple(pool_groups[pool]))
-            for page_bytes, pool in pool_of_size.items()
+            PoolLayout(page_bytes=page_bytes, groups=tuple(pool_groups[pool]), rank=rank)
+            for (rank, page_bytes), pool in pool_of_size.items()
         )
         return cls(tokens_per_block=tokens_per_block, groups=tuple(groups), pools=pools)
 
@@ -187,30 +200,47 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
         """Blocks that ``num_tokens`` tokens occupy."""
         return -(-num_tokens // self.tokens_per_block)
 
-    def group_of_layer(self, layer: int) -> LayerGroupLayout:
-        """The group that holds ``layer``.
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that keep a part of each block."""
+        return 1 + max(group.rank for group in self.groups)
+
+    def group_of_layer(self, layer: int, rank: int | None = None) -> LayerGroupLayout:
+        """The group that holds ``layer``, on ``rank`` or on the first rank that has it.
 
         Raises:
             KeyError: no group holds it.
         """
         for group in self.groups:
-            if layer in group.layers:
+            if layer in group.layers and rank in (None, group.rank):
                 return group
         raise KeyError(f"no layer group holds layer {layer}")
 
     def digest(self, model_id: str) -> str:
-        """Hex SHA-256 of everything that two servers must agree on: this layout and the model.
+        """Hex SHA-256 of everything that two servers must agree on: the model, and what a block of its cache holds.
+
+        How ranks share that among them is not part of it: peers may differ there (:mod:`kvmesh.transceiver.routes`).
 
         Args:
             model_id: the same for the same weights only, such as :func:`kvmesh.models.checkpoint.fingerprint`.
         """
-        facts = {"layout": self, "model": model_id}
-        return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()
+        heads: dict[tuple[int, Role], int] = {}
+        facts: dict[tuple[int, Role], tuple[object, ...]] = {}
+        for group in self.groups:
+            for buffer in group.buffers:
+                key = (buffer.layer, buffer.role)
+                heads[key] = max(heads.get(key, 0), buffer.first_kv_head + buffer.num_kv_heads)
+                state_bytes = buffer.nbytes if buffer.role == "state" else 0
+                facts[key] = (group.kind, group.window, buffer.head_dim, buffer.dtype, state_bytes)
+        content = [(*key, heads[key], *facts[key]) for key in sorted(facts)]
+        whole = {"version": self.version, "tokens_per_block": self.tokens_per_block, "content": content}
+        return hashlib.sha256(msgspec.json.encode({"layout": whole, "model": model_id})).hexdigest()
 
     def summary(self) -> str:
         """One readable line of this layout, for the message of a refused pairing."""
         groups = "; ".join(
-            f"group {group.group_id}: {len(group.layers)} {group.kind} layers, "
+            f"group {group.group_id}{f' of rank {group.rank}' if group.rank else ''}: "
+            f"{len(group.layers)} {group.kind} layers, "
             f"window {'full' if group.window is None else group.window}, "
             f"{_shapes(group)}, {group.page_bytes} bytes a page"
             for group in self.groups
@@ -218,10 +248,12 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
         return f"layout v{self.version}, {self.tokens_per_block} tokens a block; {groups}"
 
 
-def _check_layer(layer: LayerCacheSpec, seen: set[int]) -> None:
-    if layer.layer_index in seen:
+def _check_layer(layer: LayerCacheSpec, seen: set[tuple[int, int]]) -> None:
+    if (layer.rank, layer.layer_index) in seen:
         raise LayoutError(f"layer {layer.layer_index} states its cache twice")
-    seen.add(layer.layer_index)
+    seen.add((layer.rank, layer.layer_index))
+    if layer.rank < 0 or layer.first_kv_head < 0:
+        raise LayoutError(f"layer {layer.layer_index}: rank and first_kv_head must not be negative")
     if layer.kind == "state":
         if not layer.state_bytes or layer.state_bytes < 1 or layer.window is not None:
             raise LayoutError(f"layer {layer.layer_index}: a state has a positive size and no window")
@@ -252,6 +284,7 @@ def _place_buffers(layers: list[LayerCacheSpec], tokens_per_block: int) -> tuple
                     num_kv_heads=layer.num_kv_heads,
                     head_dim=layer.head_dim,
                     dtype=layer.dtype,
+                    first_kv_head=layer.first_kv_head,
                 )
             )
             offset += -(-nbytes // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
