@@ -23,7 +23,7 @@ __all__ = [
     "load_cuda",
 ]
 
-ABI_VERSION: Final = 2
+ABI_VERSION: Final = 3
 CPU_LIBRARY: Final = Path(__file__).with_name("libkvmesh_cpu.so")
 CUDA_LIBRARY: Final = Path(__file__).with_name("libkvmesh_cuda.so")
 
@@ -43,7 +43,7 @@ _CUDA_ARGUMENTS: Final = {
     "paged_attention": (_P, _I64, _P, _I64, _I32, _P, _P, _I64, _P, _P, _I64, _I32, _I32, _F32, _I32, _F32),
     "gather_pages": (_P, _P, _P, _I64, _I64, _I64),
     "scatter_pages": (_P, _P, _P, _I64, _I64, _I64),
-    "copy_pages": (_P, _P, _P, _P, _I64, _I64),
+    "copy_pages": (_P, _P, _I64, _P, _P, _I64, _I64, _I64),
 }
 _MESSAGES: Final = {
     -1: "unsupported dtype",

@@ -69,23 +69,36 @@ def scatter_pages(
         check(_scatter_pages(*arguments), "scatter_pages")
 
 
-def copy_pages(dst_base: int, dst_ids: PageIds, src_base: int, src_ids: PageIds, page_bytes: int) -> None:
+def copy_pages(
+    dst_base: int,
+    dst_ids: PageIds,
+    src_base: int,
+    src_ids: PageIds,
+    page_bytes: int,
+    dst_stride_bytes: int | None = None,
+    src_stride_bytes: int | None = None,
+) -> None:
     """Copy page `src_ids[i]` of one pool to page `dst_ids[i]` of another (or the same) pool.
 
-    Pages are copied in no particular order: a page must not be both source and destination.
+    Pages are copied in no particular order: a page must not be both source and destination. To copy a piece of each
+    page, add its offset to the base and give the stride.
 
     Args:
         dst_base: Address of page 0 of the destination pool.
         dst_ids: int32 `[n]`, contiguous.
         src_base: Address of page 0 of the source pool.
         src_ids: int32 `[n]`, contiguous.
-        page_bytes: Bytes of a page, in both pools.
+        page_bytes: Bytes copied of each page.
+        dst_stride_bytes: Distance between pages of the destination pool; `page_bytes` by default.
+        src_stride_bytes: Distance between pages of the source pool; `page_bytes` by default.
 
     Raises:
         KernelError: The id arrays differ in length or are not contiguous int32 arrays.
     """
     require(len(dst_ids) == len(src_ids), "copy_pages", "dst_ids and src_ids differ in length")
-    arguments = (dst_base, _ids(dst_ids), src_base, _ids(src_ids), len(src_ids), page_bytes)
+    dst_stride = page_bytes if dst_stride_bytes is None else dst_stride_bytes
+    src_stride = page_bytes if src_stride_bytes is None else src_stride_bytes
+    arguments = (dst_base, _ids(dst_ids), dst_stride, src_base, _ids(src_ids), src_stride, len(src_ids), page_bytes)
     if isinstance(src_ids, Tensor):
         call_cuda("copy_pages", src_ids, arguments)
     else:
@@ -98,6 +111,8 @@ def copy_pages_checksummed(
     src_base: int,
     src_ids: npt.NDArray[np.int32],
     page_bytes: int,
+    dst_stride_bytes: int | None = None,
+    src_stride_bytes: int | None = None,
 ) -> npt.NDArray[np.uint64]:
     """Copy pages as `copy_pages` does, in host memory, and return XXH3-64 (seed 0) of each copy.
 
@@ -109,7 +124,9 @@ def copy_pages_checksummed(
         dst_ids: int32 `[n]`, contiguous.
         src_base: Address of page 0 of the source pool.
         src_ids: int32 `[n]`, contiguous.
-        page_bytes: Bytes of a page, in both pools.
+        page_bytes: Bytes copied of each page.
+        dst_stride_bytes: Distance between pages of the destination pool; `page_bytes` by default.
+        src_stride_bytes: Distance between pages of the source pool; `page_bytes` by default.
 
     Returns:
         uint64 `[n]`.
@@ -119,9 +136,10 @@ def copy_pages_checksummed(
     """
     require(len(dst_ids) == len(src_ids), "copy_pages_checksummed", "dst_ids and src_ids differ in length")
     sums = np.empty(len(src_ids), dtype=np.uint64)
-    status = _copy_pages_checksummed(
-        sums.ctypes.data, dst_base, _ids(dst_ids), src_base, _ids(src_ids), len(src_ids), page_bytes
-    )
+    dst_stride = page_bytes if dst_stride_bytes is None else dst_stride_bytes
+    src_stride = page_bytes if src_stride_bytes is None else src_stride_bytes
+    arguments = (dst_base, _ids(dst_ids), dst_stride, src_base, _ids(src_ids), src_stride, len(src_ids), page_bytes)
+    status = _copy_pages_checksummed(sums.ctypes.data, *arguments)
     check(status, "copy_pages_checksummed")
     return sums
 

@@ -174,6 +174,9 @@ def test_page_moves(page_bytes, stride):
     assert np.array_equal(target.reshape(6, -1)[ids, :page_bytes], run.reshape(3, -1))
     ops.copy_pages(target.ctypes.data, np.array([1], np.int32), source.ctypes.data, np.array([2], np.int32), page_bytes)
     assert np.array_equal(target[page_bytes : 2 * page_bytes], source[2 * page_bytes : 3 * page_bytes])
+    to, origin = np.array([3, 1], np.int32), np.array([2, 5], np.int32)
+    ops.copy_pages(target.ctypes.data + 10, to, source.ctypes.data + 7, origin, 500, stride, stride)
+    assert np.array_equal(target.reshape(6, -1)[to, 10:510], source.reshape(6, -1)[origin, 7:507])
 
 
 @pytest.mark.gpu

@@ -118,6 +118,31 @@ def test_many_pages_are_summed_side_by_side(page_bytes, threads):
     assert sums.tolist() == expected == ops.checksum_pages(source.ctypes.data, origin, page_bytes).tolist()
 
 
+@pytest.mark.usefixtures("cpu_level")
+@pytest.mark.parametrize(
+    ("count", "piece_bytes", "to_stride", "from_stride"),
+    [(3, 100, 300, 250), (900, 2048, 8192, 4096), (40, 65_536, 262_144, 65_600), (5, 300_001, 300_100, 700_000)],
+)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_piece_of_each_page_goes_to_another_place_of_another_page(
+    count, piece_bytes, to_stride, from_stride, threads
+):
+    ops.set_num_threads(threads)
+    source, target = pool(count, from_stride), pool(count, to_stride, seed=1)
+    summed = target.copy()
+    to, origin = (np.random.default_rng(seed).permutation(count).astype(np.int32) for seed in (2, 3))
+    to_offset, from_offset = to_stride - piece_bytes, (from_stride - piece_bytes) // 2
+    expected = target.reshape(count, -1).copy()
+    pieces = source.reshape(count, -1)[origin, from_offset : from_offset + piece_bytes]
+    expected[to, to_offset:] = pieces
+    places = (to, source.ctypes.data + from_offset, origin, piece_bytes, to_stride, from_stride)
+    ops.copy_pages(target.ctypes.data + to_offset, *places)
+    sums = ops.copy_pages_checksummed(summed.ctypes.data + to_offset, *places)
+    assert np.array_equal(target.reshape(count, -1), expected)
+    assert np.array_equal(summed.reshape(count, -1), expected)
+    assert sums.tolist() == [xxhash.xxh3_64_intdigest(piece.tobytes()) for piece in pieces]
+
+
 def test_wrong_ids_are_refused():
     source = pool(2, 64)
     with pytest.raises(ops.KernelError, match="int32"):

@@ -11,6 +11,8 @@ namespace {
 
 // Large enough that claiming a piece costs nothing next to copying it, small enough to share one page.
 constexpr int64_t kPieceBytes = 256 << 10;
+// Several small pages are claimed together.
+constexpr int64_t kTaskBytes = 64 << 10;
 // Below this a wake-up costs more than a second core saves.
 constexpr int64_t kParallelBytes = 1 << 20;
 
@@ -23,6 +25,14 @@ void move_pages(int64_t count, int64_t page_bytes, Source source, Destination de
     return;
   }
   auto copy = kvmesh::level().stream_copy;
+  if (page_bytes < kPieceBytes / 2) {
+    int64_t pages_per_task = page_bytes < kTaskBytes ? kTaskBytes / page_bytes : 1;
+    auto several = [&](int64_t task) {
+      int64_t first = task * pages_per_task, end = first + pages_per_task;
+      for (int64_t i = first; i < (end < count ? end : count); ++i) copy(destination(i), source(i), size_t(page_bytes));
+    };
+    return parallel_for((count + pages_per_task - 1) / pages_per_task, several);
+  }
   int64_t pieces_per_page = (page_bytes + kPieceBytes - 1) / kPieceBytes;
   auto piece = [&](int64_t task) {
     int64_t page = task / pieces_per_page, offset = task % pieces_per_page * kPieceBytes;
@@ -69,18 +79,18 @@ int kvmesh_cpu_scatter_pages(uint8_t* base, const uint8_t* source, const int32_t
   return KVMESH_OK;
 }
 
-int kvmesh_cpu_copy_pages(uint8_t* to_base, const int32_t* to_ids, const uint8_t* from_base,
-                                     const int32_t* from_ids, int64_t count, int64_t page_bytes) {
+int kvmesh_cpu_copy_pages(uint8_t* to_base, const int32_t* to_ids, int64_t to_stride_bytes, const uint8_t* from_base,
+                          const int32_t* from_ids, int64_t from_stride_bytes, int64_t count, int64_t page_bytes) {
   if (count < 0 || page_bytes <= 0) return KVMESH_BAD_SHAPE;
   move_pages(
-      count, page_bytes, [=](int64_t i) { return from_base + from_ids[i] * page_bytes; },
-      [=](int64_t i) { return to_base + to_ids[i] * page_bytes; });
+      count, page_bytes, [=](int64_t i) { return from_base + from_ids[i] * from_stride_bytes; },
+      [=](int64_t i) { return to_base + to_ids[i] * to_stride_bytes; });
   return KVMESH_OK;
 }
 
-int kvmesh_cpu_copy_pages_checksummed(uint64_t* sums, uint8_t* to_base, const int32_t* to_ids,
-                                      const uint8_t* from_base, const int32_t* from_ids, int64_t count,
-                                      int64_t page_bytes) {
+int kvmesh_cpu_copy_pages_checksummed(uint64_t* sums, uint8_t* to_base, const int32_t* to_ids, int64_t to_stride_bytes,
+                                      const uint8_t* from_base, const int32_t* from_ids, int64_t from_stride_bytes,
+                                      int64_t count, int64_t page_bytes) {
   if (count < 0 || page_bytes <= 0) return KVMESH_BAD_SHAPE;
   auto copy = kvmesh::level().copy_checksum;
   // Few pages are read again while they are in the caches, many are not.
@@ -89,8 +99,8 @@ int kvmesh_cpu_copy_pages_checksummed(uint64_t* sums, uint8_t* to_base, const in
     uint8_t* to[kvmesh::kSideBySide];
     const uint8_t* from[kvmesh::kSideBySide];
     for (size_t i = 0; i < pages; ++i) {
-      to[i] = to_base + to_ids[first + int64_t(i)] * page_bytes;
-      from[i] = from_base + from_ids[first + int64_t(i)] * page_bytes;
+      to[i] = to_base + to_ids[first + int64_t(i)] * to_stride_bytes;
+      from[i] = from_base + from_ids[first + int64_t(i)] * from_stride_bytes;
     }
     copy(sums + first, to, from, pages, size_t(page_bytes), many);
   });

@@ -45,7 +45,9 @@ KVMESH_API int kvmesh_cuda_scatter_pages(uint8_t* base, const uint8_t* source, c
   return kvmesh::move(base, ids, stride_bytes, source, nullptr, page_bytes, count, page_bytes, stream);
 }
 
-KVMESH_API int kvmesh_cuda_copy_pages(uint8_t* to_base, const int32_t* to_ids, const uint8_t* from_base,
-                                      const int32_t* from_ids, int64_t count, int64_t page_bytes, void* stream) {
-  return kvmesh::move(to_base, to_ids, page_bytes, from_base, from_ids, page_bytes, count, page_bytes, stream);
+KVMESH_API int kvmesh_cuda_copy_pages(uint8_t* to_base, const int32_t* to_ids, int64_t to_stride_bytes,
+                                      const uint8_t* from_base, const int32_t* from_ids, int64_t from_stride_bytes,
+                                      int64_t count, int64_t page_bytes, void* stream) {
+  return kvmesh::move(to_base, to_ids, to_stride_bytes, from_base, from_ids, from_stride_bytes, count, page_bytes,
+                      stream);
 }

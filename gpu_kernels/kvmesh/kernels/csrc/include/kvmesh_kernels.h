@@ -20,7 +20,7 @@ enum kvmesh_status {
   KVMESH_DEVICE_ERROR = -4
 };
 
-#define KVMESH_ABI_VERSION 2
+#define KVMESH_ABI_VERSION 3
 
 // One layer of a paged KV pool. Page p starts at base + p * page_stride_bytes; inside it K is a contiguous
 // [num_kv_heads, tokens_per_block, head_dim] array at k_offset_bytes, and V the same at v_offset_bytes.
