@@ -1,20 +1,31 @@
-"""Named points in product code at which a test can pause, fail, stop or kill the process.
+"""Named points in product code at which a test can pause, fail, stop, kill or hold up the process.
 
 A point costs one dictionary look-up while nothing is armed. Arm points from outside with
 ``KVMESH_FAULTS="transceiver.before_send=kill,engine.step=pause:0.5"`` or inside a test with :func:`arm`.
+
+``hold:DIRECTORY`` leaves the choice to whoever shares the directory with the process, while it runs: a file
+``NAME.armed`` with a number ``n`` in it holds up the thread that reaches the point for the ``n``-th time from then on.
+The file is then called ``NAME.reached``, and the thread goes on when that is removed, or after :data:`MAX_HOLD_S`.
+Meanwhile ``NAME.hits`` tells how often the point was reached since it was armed.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
 
-__all__ = ["FaultInjectedError", "arm", "arm_from_environment", "disarm", "fault_point", "injected"]
+__all__ = ["MAX_HOLD_S", "FaultInjectedError", "arm", "arm_from_environment", "disarm", "fault_point", "injected"]
 
 FAULTS_VARIABLE = "KVMESH_FAULTS"
+
+MAX_HOLD_S: Final = 60.0
+HOLD_POLL_S: Final = 0.005
 
 _armed: dict[str, Callable[[], None]] = {}
 
@@ -56,7 +67,7 @@ def arm_from_environment(environment: dict[str, str] | None = None) -> list[str]
         The names that were armed.
 
     Raises:
-        ValueError: an entry is not ``name=kill|stop|fail|pause:SECONDS``.
+        ValueError: an entry is not ``name=kill|stop|fail|pause:SECONDS|hold:DIRECTORY``.
     """
     text = (environment if environment is not None else dict(os.environ)).get(FAULTS_VARIABLE, "")
     names = []
@@ -78,8 +89,42 @@ def _action(name: str, text: str) -> Callable[[], None]:
     if kind == "pause":
         seconds = float(argument)
         return lambda: time.sleep(seconds)
-    raise ValueError(f"{FAULTS_VARIABLE}: {name}={text!r} is not kill, stop, fail or pause:SECONDS")
+    if kind == "hold" and argument:
+        return _Hold(Path(argument), name)
+    raise ValueError(f"{FAULTS_VARIABLE}: {name}={text!r} is not kill, stop, fail, pause:SECONDS or hold:DIRECTORY")
 
 
 def _fail(name: str) -> None:
     raise FaultInjectedError(f"injected fault at {name}")
+
+
+class _Hold:
+    """Holds up a thread as the files of a directory say; see the module."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self._armed = directory / f"{name}.armed"
+        self._reached = directory / f"{name}.reached"
+        self._hits_file = directory / f"{name}.hits"
+        self._lock = threading.Lock()
+        self._arming = 0
+        self._hits = 0
+
+    def __call__(self) -> None:
+        with self._lock:
+            if not self._is_due():
+                return
+            self._armed.rename(self._reached)
+        end_s = time.monotonic() + MAX_HOLD_S
+        while self._reached.exists() and time.monotonic() < end_s:
+            time.sleep(HOLD_POLL_S)
+
+    def _is_due(self) -> bool:
+        try:
+            arming, wanted = self._armed.stat().st_mtime_ns, int(self._armed.read_text())
+        except FileNotFoundError:
+            return False
+        if arming != self._arming:
+            self._arming, self._hits = arming, 0
+        self._hits += 1
+        self._hits_file.write_text(str(self._hits))
+        return self._hits == wanted

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from pathlib import Path
+
 import anyio
 import pytest
 
@@ -59,3 +63,45 @@ def test_faults_are_armed_from_the_environment() -> None:
         faults.disarm("test.b")
     with pytest.raises(ValueError, match="not kill, stop"):
         faults.arm_from_environment({"KVMESH_FAULTS": "test.a=explode"})
+    with pytest.raises(ValueError, match="hold:DIRECTORY"):
+        faults.arm_from_environment({"KVMESH_FAULTS": "test.a=hold"})
+
+
+def test_a_thread_is_held_at_the_hit_that_a_file_names(tmp_path: Path) -> None:
+    faults.arm_from_environment({"KVMESH_FAULTS": f"test.a=hold:{tmp_path}"})
+    armed, reached, hits = (tmp_path / f"test.a.{name}" for name in ("armed", "reached", "hits"))
+    try:
+        faults.fault_point("test.a")  # Nobody has asked for it yet.
+        (tmp_path / "new").write_text("3")
+        (tmp_path / "new").rename(armed)
+        faults.fault_point("test.a")
+        faults.fault_point("test.a")
+        assert not reached.exists()
+        held = threading.Thread(target=lambda: faults.fault_point("test.a"))
+        held.start()
+        deadline_s = time.monotonic() + 10
+        while not reached.exists():
+            assert time.monotonic() < deadline_s
+        faults.fault_point("test.a")  # Others pass: it holds once.
+        assert held.is_alive()
+        assert (armed.exists(), hits.read_text()) == (False, "3")
+        reached.unlink()
+        held.join(10)
+        assert not held.is_alive()
+        # Armed anew, hits count anew.
+        armed.write_text("1000")
+        faults.fault_point("test.a")
+        assert hits.read_text() == "1"
+    finally:
+        faults.disarm("test.a")
+
+
+def test_a_hold_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "MAX_HOLD_S", 0.05)
+    faults.arm_from_environment({"KVMESH_FAULTS": f"test.a=hold:{tmp_path}"})
+    try:
+        (tmp_path / "test.a.armed").write_text("1")
+        faults.fault_point("test.a")
+        assert (tmp_path / "test.a.reached").exists()
+    finally:
+        faults.disarm("test.a")
