@@ -45,6 +45,7 @@ def create_manager(
     max_seq_len: int,
     max_batch_size: int,
     max_num_tokens: int,
+    ranks_per_host: int = 1,
 ) -> CacheManager:
     """Size the cache, allocate its tiers and make its manager.
 
@@ -57,6 +58,7 @@ def create_manager(
         max_seq_len: longest request in tokens.
         max_batch_size: requests of a step.
         max_num_tokens: tokens of a step.
+        ranks_per_host: engines of this server that each take such a cache from the same host.
 
     Raises:
         ConfigError: V1 is asked for what only V2 has; the disk tier cannot be made; the system refuses the memory of a
@@ -70,7 +72,7 @@ def create_manager(
     settings = V1Settings.from_config(config) if config.use_kv_cache_manager_v2 is False else None
     machine_bytes = available_host_bytes()
     # A CPU device takes its pages from the same memory, and has not touched them yet.
-    available_bytes = machine_bytes - (device.free_bytes if device.is_host_memory else 0)
+    available_bytes = machine_bytes - (device.free_bytes * ranks_per_host if device.is_host_memory else 0)
     plan = plan_levels(
         config,
         layout,
@@ -80,6 +82,7 @@ def create_manager(
         max_seq_len=max_seq_len,
         max_batch_size=max_batch_size,
         max_num_tokens=max_num_tokens,
+        ranks_per_host=ranks_per_host,
         page_locked=not device.is_host_memory,
     )
     check_bookkeeping(plan, layout, machine_bytes)
@@ -113,6 +116,7 @@ def create_manager(
             max_seq_len=max_seq_len,
             max_batch_size=max_batch_size,
             max_num_tokens=max_num_tokens,
+            ranks_per_host=ranks_per_host,
         )
     for note in (*plan.notes, *machine, *(ignored_by_v1(config) if settings is not None else ())):
         _log.warning("cache settings", note=note)

@@ -18,7 +18,7 @@ WITHOUT_EFFECT = frozenset(
     {
         # Which engine computes, and on how many devices: answers are the same.
         "_autotuner_config", "allreduce_strategy", "attn_backend", "backend", "checkpoint_format", "cp_config",
-        "enable_attention_dp", "attention_dp_config", "enable_lm_head_tp_in_adp", "gpus_per_node", "mpi_session",
+        "attention_dp_config", "enable_lm_head_tp_in_adp", "gpus_per_node", "mpi_session",
         "moe_backend", "moe_cluster_parallel_size", "moe_config", "moe_expert_parallel_size",
         "moe_tensor_parallel_size", "nvfp4_gemm_config", "orchestrator_type", "pp_partition",
         "ray_worker_extension_cls", "env_overrides",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from kvmesh.config.attention_dp import attention_dp_problems
 from kvmesh.config.cache_effects import cache_settings_without_effect
 from kvmesh.config.errors import ConfigError, NotSupportedYetError
 from kvmesh.config.event_ports import event_port_problems
@@ -37,8 +38,6 @@ def refuse_impossible(
     *,
     max_seq_len: int,
     encoder_decoder: bool = False,
-    ranks_per_host: int = 1,
-    world_size: int = 1,
 ) -> None:
     """Refuse settings that can never work on this server, whatever the version.
 
@@ -46,8 +45,6 @@ def refuse_impossible(
         settings: of the server.
         max_seq_len: its sequence length in tokens.
         encoder_decoder: whether its model has cross attention.
-        ranks_per_host: engine ranks that share a host.
-        world_size: engine ranks in all.
 
     Raises:
         ConfigError: every problem in one message.
@@ -64,7 +61,8 @@ def refuse_impossible(
         problems.append(f"kv_cache_config.dtype {cache.dtype} requires use_kv_cache_manager_v2")
     if cache.mamba_ssm_stochastic_rounding and cache.mamba_ssm_cache_dtype not in ("auto", "float16"):
         problems.append("kv_cache_config.mamba_ssm_stochastic_rounding requires mamba_ssm_cache_dtype float16")
-    problems += _event_problems(settings, ranks_per_host, world_size)
+    problems += attention_dp_problems(settings)
+    problems += _event_problems(settings)
     if problems:
         raise ConfigError("; ".join(problems))
 
@@ -132,7 +130,7 @@ def _size_problems(cache: KvCacheConfig) -> Iterator[str]:
         )
 
 
-def _event_problems(settings: WorkerSettings, ranks_per_host: int, world_size: int) -> Iterator[str]:
+def _event_problems(settings: WorkerSettings) -> Iterator[str]:
     cache = settings.kv_cache_config
     if cache.event_buffer_max_size > 0 and not cache.enable_block_reuse:
         yield "kv_cache_config.event_buffer_max_size needs enable_block_reuse: without reuse there are no events"
@@ -143,5 +141,5 @@ def _event_problems(settings: WorkerSettings, ranks_per_host: int, world_size: i
         yield "kv_events_config: streaming events need pipeline_parallel_size=1 and context_parallel_size=1"
     if events.publisher == "zmq":
         yield from event_port_problems(
-            events.endpoint, events.replay_endpoint, ranks_per_host=ranks_per_host, world_size=world_size
+            events.endpoint, events.replay_endpoint, ranks_per_host=settings.dp_size, world_size=settings.dp_size
         )

@@ -54,10 +54,11 @@ class WorkerSettings(TracedSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of weights and activations; ``auto`` is the checkpoint's on CUDA and float32 on the CPU."""
     device_memory_bytes: Annotated[int, Field(gt=0)] | None = None
-    """Byte budget of a CPU device, from which ``free_gpu_memory_fraction`` takes its share; unset: 1 GiB. On CUDA the
-    device's own free memory counts."""
+    """Byte budget of a CPU device, from which ``free_gpu_memory_fraction`` takes its share; unset: 1 GiB. Attention
+    data-parallel ranks divide it evenly. On CUDA the device's own free memory counts."""
     num_threads: Annotated[int, Field(gt=0)] | None = None
-    """CPU threads of the engine; unset: all cores it may use."""
+    """CPU threads of the server's engine, or of its attention data-parallel ranks together; unset: all cores it may
+    use."""
     max_batch_size: Annotated[int, Field(gt=0)] = 64
     """Most requests that run in one step."""
     max_num_tokens: Annotated[int, Field(gt=0)] = 512
@@ -100,6 +101,14 @@ class WorkerSettings(TracedSettings):
     """Pipeline-parallel ranks."""
     context_parallel_size: Annotated[int, Field(gt=0)] = 1
     """Context-parallel ranks."""
+    enable_attention_dp: bool = False
+    """Whether the ``tensor_parallel_size`` ranks share the requests instead of each layer: each has the whole model and
+    its own scheduler, cache, transceiver and event port, and a request belongs to one of them."""
+
+    @property
+    def dp_size(self) -> int:
+        """Attention data-parallel ranks: engines that share the requests."""
+        return self.tensor_parallel_size if self.enable_attention_dp else 1
 
     @model_validator(mode="after")
     def read_cluster_secret(self) -> Self:

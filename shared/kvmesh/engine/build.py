@@ -47,6 +47,7 @@ from kvmesh.models.registry import load_model
 from kvmesh.models.store import ModelSource, resolve_model
 from kvmesh.net.clock import Clock
 from kvmesh.protocol.engine import EngineReady
+from kvmesh.protocol.ranks import ALONE, DpSeat
 from kvmesh.telemetry import get_logger
 from kvmesh.transceiver import PoolMemory, Transceiver, TransceiverConfigError, create_transceiver
 from kvmesh.transceiver.planes.base import PlaneError
@@ -104,7 +105,15 @@ class Engine:
         self._clock = clock
 
     @classmethod
-    def build(cls, settings: WorkerSettings, channel: MessageChannel, *, epoch: int, clock: Clock) -> Engine:
+    def build(
+        cls,
+        settings: WorkerSettings,
+        channel: MessageChannel,
+        *,
+        epoch: int,
+        clock: Clock,
+        seat: DpSeat = ALONE,
+    ) -> Engine:
         """Load the model, take the memory, open the sockets.
 
         Args:
@@ -112,12 +121,13 @@ class Engine:
             channel: to the front.
             epoch: of this life of the engine; peers tell it from earlier lives by it.
             clock: for deadlines and time stamps.
+            seat: among the attention data-parallel ranks of its server.
 
         Raises:
             EngineBuildError: a setting is not supported or cannot work here, or a file, memory or port is missing.
         """
         try:
-            return _build(settings, channel, epoch, clock)
+            return _build(settings, channel, epoch, clock, seat)
         except _START_ERRORS as error:
             raise EngineBuildError(str(error)) from error
 
@@ -136,11 +146,12 @@ class Engine:
             self._events.shutdown()
 
 
-def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock: Clock) -> Engine:
+def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock: Clock, seat: DpSeat) -> Engine:
     threads = settings.num_threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     ops.set_num_threads(threads)
-    device = _device(settings)
+    device = _device(settings, seat)
+    settings = _with_share_of_device(settings, device, seat)
     source = resolve_model(settings.model)
     model = _load(settings, source, device)
     _check(settings, model)
@@ -172,6 +183,8 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
             manager_v2=cache_config.use_kv_cache_manager_v2 is True,
             max_seq_len=model.max_seq_len,
             vocab_size=model.config.vocab_size,
+            rank=seat.rank,
+            world_size=seat.size,
         ),
         clock,
     )
@@ -184,6 +197,7 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
         max_seq_len=model.max_seq_len,
         max_batch_size=settings.max_batch_size,
         max_num_tokens=settings.max_num_tokens,
+        ranks_per_host=seat.size,
     )
     # By content: the same file may have many names, and the same name many fine-tunes.
     content = fingerprint(source.path)
@@ -268,12 +282,24 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
     )
 
 
-def _device(settings: WorkerSettings) -> torch.device:
+def _device(settings: WorkerSettings, seat: DpSeat) -> torch.device:
     if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
         if not torch.cuda.is_available():
             raise ConfigError("device is cuda, but this machine has no usable CUDA GPU; set device to cpu or auto")
-        return torch.device("cuda", 0)
+        return torch.device("cuda", seat.rank % torch.cuda.device_count())
     return torch.device("cpu")
+
+
+def _with_share_of_device(settings: WorkerSettings, device: torch.device, seat: DpSeat) -> WorkerSettings:
+    """The settings with a part of the free memory where a GPU has several ranks; each of them takes its part."""
+    if device.type != "cuda" or seat.size == 1:
+        return settings
+    sharing = len(range(device.index, seat.size, torch.cuda.device_count()))
+    cache = settings.kv_cache_config
+    fraction = None if cache.free_gpu_memory_fraction is None else cache.free_gpu_memory_fraction / sharing
+    return settings.model_copy(
+        update={"kv_cache_config": cache.model_copy(update={"free_gpu_memory_fraction": fraction})}
+    )
 
 
 def _load(settings: WorkerSettings, source: ModelSource, device: torch.device) -> CausalLM:

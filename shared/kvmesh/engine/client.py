@@ -42,10 +42,11 @@ from kvmesh.protocol.engine import (
     TokenBatch,
 )
 from kvmesh.protocol.errors import ApiError, unavailable
+from kvmesh.protocol.ranks import ALONE, DpSeat
 from kvmesh.protocol.transfer import LedgerEvent
 from kvmesh.telemetry import get_logger
 
-__all__ = ["EngineClient", "EngineDeadError", "EngineRefusedError", "EngineStartError", "TokenStream"]
+__all__ = ["EngineClient", "EngineDeadError", "EngineRefusedError", "EngineStartError", "TokenStream", "new_epoch"]
 
 STARTUP_TIMEOUT_S = 300.0
 """Bound of loading a model; a download happens before, in the front."""
@@ -57,6 +58,11 @@ STOP_GRACE_S = 5.0
 """Time for an engine to leave by itself before it is killed."""
 
 _log = get_logger("engine.client")
+
+
+def new_epoch() -> int:
+    """An epoch above those of all earlier lives: the Unix time in milliseconds."""
+    return time.time_ns() // 1_000_000
 
 
 class EngineStartError(RuntimeError):
@@ -100,9 +106,20 @@ class EngineClient:
     @classmethod
     @asynccontextmanager
     async def launch(
-        cls, settings: WorkerSettings, *, startup_timeout_s: float = STARTUP_TIMEOUT_S
+        cls,
+        settings: WorkerSettings,
+        *,
+        seat: DpSeat = ALONE,
+        epoch: int | None = None,
+        startup_timeout_s: float = STARTUP_TIMEOUT_S,
     ) -> AsyncIterator[EngineClient]:
         """Start an engine process and wait until it serves; it is stopped when the block is left.
+
+        Args:
+            settings: this engine's.
+            seat: among the attention data-parallel ranks of its server.
+            epoch: of this life; None: a new one.
+            startup_timeout_s: longest wait until it serves.
 
         Raises:
             EngineRefusedError: it cannot work with these settings on this machine.
@@ -115,9 +132,10 @@ class EngineClient:
             socket.linger = 0
             socket.bind(endpoint)
             try:
-                epoch = time.time_ns() // 1_000_000
+                epoch = new_epoch() if epoch is None else epoch
+                numbers = (epoch, os.getpid(), *seat)
                 process = await anyio.open_process(
-                    [sys.executable, "-m", "kvmesh.engine.process", endpoint, str(epoch), str(os.getpid())],
+                    [sys.executable, "-m", "kvmesh.engine.process", endpoint, *map(str, numbers)],
                     stdout=None,
                     stderr=None,
                 )
@@ -150,6 +168,11 @@ class EngineClient:
         """Facts about the engine."""
         assert self._ready is not None, "launch() yields only after the engine is ready"
         return self._ready
+
+    @property
+    def under_way(self) -> int:
+        """Sequences whose outputs somebody waits for."""
+        return len(self._streams)
 
     @property
     def alive(self) -> bool:

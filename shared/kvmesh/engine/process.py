@@ -1,4 +1,7 @@
-"""The engine process: ``python -m kvmesh.engine.process ENDPOINT EPOCH PARENT_PID``, settings as JSON on stdin.
+"""The engine process: ``python -m kvmesh.engine.process ENDPOINT EPOCH PARENT_PID RANK SIZE``.
+
+``RANK`` of ``SIZE`` is its seat among the attention data-parallel ranks of its server; its settings come as JSON on
+stdin.
 
 It builds an engine, says that it is ready, and runs the loop until told to leave. It never outlives its front: the
 kernel kills it when the front dies.
@@ -17,6 +20,7 @@ from kvmesh.engine.channel import FrontChannel
 from kvmesh.net.clock import SystemClock
 from kvmesh.net.faults import arm_from_environment
 from kvmesh.protocol.engine import EngineFailed
+from kvmesh.protocol.ranks import ALONE, DpSeat
 from kvmesh.telemetry import configure_logging, get_logger
 
 __all__ = ["engine_main"]
@@ -28,13 +32,14 @@ _PR_SET_PDEATHSIG = 1
 _log = get_logger("engine.process")
 
 
-def engine_main(settings: WorkerSettings, endpoint: str, epoch: int) -> int:
+def engine_main(settings: WorkerSettings, endpoint: str, epoch: int, seat: DpSeat = ALONE) -> int:
     """Run an engine until its front tells it to leave.
 
     Args:
         settings: the worker's.
         endpoint: ZMQ endpoint that the front has bound.
         epoch: of this life of the engine.
+        seat: among the attention data-parallel ranks of its server.
 
     Returns:
         The exit status: 0 after a shutdown, 1 when the engine could not start, :data:`EXIT_DEFECT` after a defect.
@@ -42,7 +47,7 @@ def engine_main(settings: WorkerSettings, endpoint: str, epoch: int) -> int:
     channel = FrontChannel(endpoint)
     try:
         try:
-            engine = Engine.build(settings, channel, epoch=epoch, clock=SystemClock())
+            engine = Engine.build(settings, channel, epoch=epoch, clock=SystemClock(), seat=seat)
         except EngineBuildError as error:
             channel.send(EngineFailed(str(error)))
             return 1
@@ -74,7 +79,8 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def _main() -> int:
-    endpoint, epoch, parent_pid = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    endpoint = sys.argv[1]
+    epoch, parent_pid, rank, size = map(int, sys.argv[2:6])
     die_with_parent(parent_pid)
     # Ctrl-C in a terminal, and service managers, signal the whole group; the front decides when its engine leaves.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -82,7 +88,7 @@ def _main() -> int:
     settings = WorkerSettings.model_validate_json(sys.stdin.buffer.read())
     configure_logging("engine", settings.log_level, settings.log_format)
     arm_from_environment()
-    return engine_main(settings, endpoint, epoch)
+    return engine_main(settings, endpoint, epoch, DpSeat(rank, size))
 
 
 if __name__ == "__main__":

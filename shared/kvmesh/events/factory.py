@@ -10,7 +10,7 @@ from kvmesh.config.event_ports import event_port_problems
 from kvmesh.events.buffer import EventBuffer
 from kvmesh.events.buffered import BufferedSink, Envelope
 from kvmesh.events.endpoints import EndpointError, rank_endpoint
-from kvmesh.events.gather import AllGather, EventGatherer, alone
+from kvmesh.events.gather import EventGatherer
 from kvmesh.events.names import EventHashAlgo, block_names, effective_event_algo
 from kvmesh.events.publisher import NullPublisher, ZmqPublisher
 from kvmesh.events.sink import StreamSink
@@ -38,21 +38,18 @@ class EventOrigin(NamedTuple):
     vocab_size: int | None = None
     """Token ids from here on are not text."""
     rank: int = 0
-    """Global attention data-parallel rank."""
+    """Attention data-parallel rank."""
     world_size: int = 1
-    """Ranks in all."""
+    """Attention data-parallel ranks of the server."""
 
 
-def create_event_source(
-    settings: WorkerSettings, origin: EventOrigin, clock: Clock, all_gather: AllGather = alone
-) -> EventSource:
+def create_event_source(settings: WorkerSettings, origin: EventOrigin, clock: Clock) -> EventSource:
     """The event source of one rank; binds nothing yet.
 
     Args:
         settings: the worker's.
         origin: whose events they are.
         clock: paces the gathering of buffered events.
-        all_gather: brings buffered events of all ranks together.
 
     Raises:
         EndpointError: the endpoints cannot work.
@@ -71,7 +68,7 @@ def create_event_source(
             )
         return _stream(settings, streaming, origin, algo)
     if cache.event_buffer_max_size > 0:
-        return _buffered(cache, origin, algo, clock, all_gather)
+        return _buffered(cache, origin, algo, clock)
     return EventSource(algo)
 
 
@@ -103,9 +100,7 @@ def _stream(settings: WorkerSettings, config: KVEventsConfig, origin: EventOrigi
     return StreamSource(algo, sink, publisher)
 
 
-def _buffered(
-    config: KvCacheConfig, origin: EventOrigin, algo: EventHashAlgo, clock: Clock, all_gather: AllGather
-) -> EventSource:
+def _buffered(config: KvCacheConfig, origin: EventOrigin, algo: EventHashAlgo, clock: Clock) -> EventSource:
     layout, capacity = origin.layout, config.event_buffer_max_size
     envelope = Envelope(
         hash_algo=algo,
@@ -119,12 +114,10 @@ def _buffered(
         tokens_per_block=layout.tokens_per_block,
         vocab_size=origin.vocab_size,
     )
-    buffer = EventBuffer(capacity * origin.world_size)
+    buffer = EventBuffer(capacity)
     gatherer = EventGatherer(
         buffer,
         capacity,
-        rank=origin.rank,
-        all_gather=all_gather,
         # V2 gathers with every iteration, V1 in a rhythm of its own (semantics 2).
         period_s=0.0 if origin.manager_v2 else config.attention_dp_events_gather_period_ms / 1000,
         clock=clock,

@@ -9,6 +9,7 @@ from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
 from kvmesh.cache.ratios import SizingError
 from kvmesh.cache.sizing import plan_levels
 from kvmesh.config import ConfigError, WorkerSettings
+from kvmesh.config.attention_dp import rank_memory_bytes
 from kvmesh.config.startup import refuse_impossible, refuse_unsupported
 from kvmesh.config.transfer_backend import (
     ServerFacts,
@@ -18,7 +19,6 @@ from kvmesh.config.transfer_backend import (
     resolve,
 )
 from kvmesh.config.v2_only import refuse_v2_only
-from kvmesh.config.worker import DEFAULT_CPU_MEMORY_BYTES
 from kvmesh.models.attention_windows import effective_windows
 from kvmesh.models.config import ModelConfig, read_config
 from kvmesh.models.store import ModelSource
@@ -101,7 +101,7 @@ def _check_cache(settings: WorkerSettings, config: ModelConfig, max_seq_len: int
         plan_levels(
             cache,
             PageLayout.build(CacheRequirements(tuple(layers)), cache.tokens_per_block),
-            free_device_bytes=settings.device_memory_bytes or DEFAULT_CPU_MEMORY_BYTES,
+            free_device_bytes=rank_memory_bytes(settings),
             available_host_bytes=0,  # an automatic host tier is never too small: there is none then
             max_seq_len=max_seq_len,
             max_batch_size=settings.max_batch_size,

@@ -29,6 +29,8 @@ def worker(cache: dict[str, Any] | None = None, transfer: dict[str, Any] | None 
     )
 
 
+TWO_RANKS = {"enable_attention_dp": True, "tensor_parallel_size": 2}
+
 SUPPORTED_CACHE: list[dict[str, Any]] = [
     {},
     {"enable_block_reuse": False},
@@ -257,9 +259,9 @@ class TestImpossible:
         events = {"enable_kv_cache_events": True, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}
         refuse_impossible(worker({"kv_events_config": events}), max_seq_len=100)
         with pytest.raises(ConfigError, match="overlap"):
-            refuse_impossible(worker({"kv_events_config": events}), max_seq_len=100, ranks_per_host=2, world_size=2)
+            refuse_impossible(worker({"kv_events_config": events}, **TWO_RANKS), max_seq_len=100)
         off = {"kv_events_config": events | {"enable_kv_cache_events": False}}
-        refuse_impossible(worker(off), max_seq_len=100, ranks_per_host=2, world_size=2)
+        refuse_impossible(worker(off, **TWO_RANKS), max_seq_len=100)
 
     def test_buffered_events_need_reuse(self) -> None:
         """§2."""

@@ -281,43 +281,16 @@ class TestBuffer:
         assert buffer.dropped_total == 3
 
 
-class Ranks:
-    """Collectives of two ranks, each a thread."""
-
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(2)
-        self._lists: list[list[KvCacheEvent]] = [[], []]
-
-    def gather(self, rank: int, events: list[KvCacheEvent]) -> list[list[KvCacheEvent]]:
-        self._lists[rank] = events
-        self._barrier.wait(10)
-        both = list(self._lists)
-        self._barrier.wait(10)
-        return both
-
-
 class TestGather:
-    def test_2_2_events_of_two_ranks_come_together_on_rank_0(self) -> None:
-        ranks, clock = Ranks(), ManualClock()
-        buffers = [EventBuffer(2 * 2), EventBuffer(2 * 2)]
-
-        def run(rank: int) -> None:
-            def all_gather(events: list[KvCacheEvent]) -> list[list[KvCacheEvent]]:
-                return ranks.gather(rank, events)
-
-            gatherer = EventGatherer(buffers[rank], 2, rank=rank, all_gather=all_gather, clock=clock)
-            gatherer.flush(events_numbered(0, 1, 2, rank=rank))
-            gatherer.flush(events_numbered(*([3] if rank else []), rank=rank))
-
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(10)
-        events = buffers[0].get_latest_events().events
-        # Two of each rank before the gathering, four after it.
-        assert [(event.attention_dp_rank, event.event_id) for event in events] == [(0, 2), (1, 1), (1, 2), (1, 3)]
-        assert buffers[1].get_latest_events().events == []
+    def test_the_oldest_of_too_many_that_wait_are_dropped(self) -> None:
+        clock, buffer = ManualClock(), EventBuffer(8)
+        gatherer = EventGatherer(buffer, 2, period_s=0.005, clock=clock)
+        gatherer.flush(())
+        gatherer.flush(events_numbered(0, 1, 2))
+        assert gatherer.dropped_total == 1
+        clock.advance(0.005)
+        gatherer.flush(())
+        assert ids(buffer.get_latest_events().events) == [1, 2]
 
     def test_2_v1_gathers_in_its_own_rhythm(self) -> None:
         clock, buffer = ManualClock(), EventBuffer(8)

@@ -15,7 +15,6 @@ from kvmesh.events.endpoints import EndpointError
 from kvmesh.events.factory import EventOrigin, create_event_source
 from kvmesh.events.source import BufferedSource, EventSource, EventStatistics, StreamSource
 from kvmesh.net.clock import ManualClock
-from kvmesh.protocol.kv_cache_events import KvCacheEvent
 
 MakeBlocks = Callable[..., StoredBlocks]
 
@@ -35,16 +34,14 @@ def source_of(
     cache: dict[str, Any],
     *windows: int | None,
     clock: ManualClock | None = None,
-    all_gather: Any = None,
     tier_moves: str = "publish",
     **origin: Any,
 ) -> EventSource:
     settings = WorkerSettings.model_validate(
         {"role": "context", "model": "m", "kv_cache_config": cache, "events": {"tier_moves": tier_moves}}
     )
-    options = {"all_gather": all_gather} if all_gather else {}
     facts = {"model_name": "m", "layout": layout(*windows or (None,)), "manager_v2": True, "max_seq_len": 512}
-    return create_event_source(settings, EventOrigin(**facts | origin), clock or ManualClock(), **options)  # type: ignore[arg-type]
+    return create_event_source(settings, EventOrigin(**facts | origin), clock or ManualClock())  # type: ignore[arg-type]
 
 
 def test_events_are_off_by_default() -> None:
@@ -134,24 +131,13 @@ def test_2_2_when_both_paths_are_on_streaming_wins_with_a_warning(make_blocks: M
     assert source.fetch(0).events == []
 
 
-def test_2_2_two_ranks_gather_on_rank_0(make_blocks: MakeBlocks) -> None:
-    told: list[list[KvCacheEvent]] = [[], []]
-
-    def all_gather(events: list[KvCacheEvent]) -> list[list[KvCacheEvent]]:
-        (rank,) = {event.attention_dp_rank for event in events}
-        assert rank is not None
-        told[rank] = events
-        return told
-
-    sources = [
-        source_of({"event_buffer_max_size": 1}, rank=rank, world_size=2, all_gather=all_gather) for rank in (1, 0)
-    ]
-    for source in sources:
+def test_2_2_the_events_of_two_ranks_say_which_is_whose(make_blocks: MakeBlocks) -> None:
+    for rank in (0, 1):
+        source = source_of({"event_buffer_max_size": 1}, rank=rank, world_size=2)
         assert source.sink is not None
         source.sink.on_stored(0, make_blocks([1]))
         source.flush()
-    assert [event.attention_dp_rank for event in sources[1].fetch(0).events] == [0, 1]
-    assert sources[0].fetch(0).events == []
+        assert [event.attention_dp_rank for event in source.fetch(0).events] == [rank]
 
 
 def test_2_the_gathering_period_is_v1s(make_blocks: MakeBlocks) -> None:
