@@ -14,9 +14,10 @@ from kvmesh.cache.layout import CacheRequirements, LayerGroupLayout, LayoutError
 from kvmesh.kernels.ops import PagedKv
 from kvmesh.models.config import ModelConfig
 from kvmesh.models.parameters import ModelWeights, ParameterSpec
+from kvmesh.models.sharding import Cut, ModelShard
 from kvmesh.models.weights import GgufName
 
-__all__ = ["ArchitectureModule", "CausalLM", "ForwardBatch", "GroupTables", "KvPools"]
+__all__ = ["ArchitectureModule", "CausalLM", "ForwardBatch", "GroupTables", "KvPools", "RankLinks"]
 
 
 class GroupTables(NamedTuple):
@@ -45,7 +46,7 @@ class ForwardBatch:
     context_lens: Tensor
     """int32 ``[B]``: KV length of each sequence, this step's tokens included."""
     groups: Sequence[GroupTables]
-    """As :attr:`KvPools.table_of_layer` numbers them: by layer group id, where no group is split."""
+    """As :attr:`KvPools.table_of_layer` numbers them: in order of the rank's groups, where no group is split."""
     logits_rows: Tensor
     """int64 ``[R]``: rows whose logits are wanted, ascending."""
     embeddings: Tensor | None = None
@@ -57,34 +58,45 @@ class ForwardBatch:
 
 
 class KvPools(NamedTuple):
-    """The KV pages as layers see them. Build once; it stays valid while the pools' memory does."""
+    """The KV pages as a rank's layers see them. Build once; it stays valid while the pools' memory does."""
 
     layers: tuple[PagedKv, ...]
-    """By layer index."""
+    """In order of the rank's layers."""
     table_of_layer: tuple[int, ...]
-    """By layer index: which of :attr:`ForwardBatch.groups` addresses the layer's pages."""
+    """In order of the rank's layers: which of :attr:`ForwardBatch.groups` addresses the layer's pages."""
+    groups: tuple[int, ...]
+    """The layer group ids that are the rank's, ascending."""
     split: tuple[int, ...]
-    """By layer group id: for how many layers it has a table each; 0: one table for all of them."""
+    """By group of the rank: for how many layers it has a table each; 0: one table for all of them."""
     windows: tuple[int | None, ...]
-    """By layer group id: how many latest tokens its pages are kept for; None: all."""
+    """By group of the rank: how many latest tokens its pages are kept for; None: all."""
 
     @classmethod
-    def build(cls, layout: PageLayout, pool_addresses: Sequence[int], split_groups: Collection[int] = ()) -> KvPools:
-        """Views of every attention layer of ``layout``.
+    def build(
+        cls,
+        layout: PageLayout,
+        pool_addresses: Sequence[int] | Mapping[int, int],
+        split_groups: Collection[int] = (),
+        rank: int = 0,
+    ) -> KvPools:
+        """Views of every attention layer of ``rank`` in ``layout``.
 
         Args:
             layout: the page layout built from the model's own requirements.
-            pool_addresses: address of page 0 of each pool of the layout, in its device's address space.
+            pool_addresses: by pool of the layout, the address of its page 0 in its device's address space; those of
+                the rank's pools are enough.
             split_groups: layer groups whose layers get a table each. To the ``j``-th of ``L`` such layers a page is
                 what it keeps in one slot: a page number is ``slot * L + j``, and the place of any of the others can
                 be addressed too.
+            rank: of the engine.
 
         Raises:
             LayoutError: the layers of a group to be split differ in their bytes.
         """
         views: dict[int, tuple[PagedKv, int]] = {}
         num_tables = 0
-        for group in layout.groups:
+        groups = [group for group in layout.groups if group.rank == rank]
+        for group in groups:
             split = group.group_id in split_groups
             parts = len(group.layers) if split else 1
             if split:
@@ -108,8 +120,9 @@ class KvPools(NamedTuple):
         return cls(
             tuple(view for view, _ in ordered),
             tuple(table for _, table in ordered),
-            tuple(len(group.layers) if group.group_id in split_groups else 0 for group in layout.groups),
-            tuple(group.window for group in layout.groups),
+            tuple(group.group_id for group in groups),
+            tuple(len(group.layers) if group.group_id in split_groups else 0 for group in groups),
+            tuple(group.window for group in groups),
         )
 
 
@@ -124,8 +137,39 @@ def _check_equal_layers(group: LayerGroupLayout) -> None:
         )
 
 
+class RankLinks(Protocol):
+    """What a rank's model says to the other ranks of its engine during a step, in an order that the batch settles.
+
+    Whatever fails on one rank raises on all those that would wait for it.
+    """
+
+    def buffer(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """The ``[rows, width]`` that :meth:`add_up` works on; the memory is reused by the next call."""
+        ...
+
+    def add_up(self, part: Tensor) -> None:
+        """Replace ``part``, the first rows of :meth:`buffer`, by the sum of all tensor ranks' in the order of ranks."""
+        ...
+
+    def receive(self, residual: Tensor) -> None:
+        """Fill ``[T, hidden]`` with what the stage before has sent."""
+        ...
+
+    def send(self, residual: Tensor) -> None:
+        """Hand ``[T, hidden]`` to the next stage."""
+        ...
+
+    def collect(self, part: Tensor | None, rows: int, dtype: torch.dtype) -> Tensor:
+        """The end of a step: ranks of the last stage give their columns of the logits, ``[rows, vocabulary part]``.
+
+        Returns:
+            On rank 0 all logits, ``[rows, vocab]``; elsewhere nothing, ``[0, vocab]``.
+        """
+        ...
+
+
 class CausalLM(Protocol):
-    """A loaded model. Used by one thread at a time."""
+    """A loaded model, or a rank's part of one. Used by one thread at a time."""
 
     @property
     def config(self) -> ModelConfig:
@@ -145,7 +189,8 @@ class CausalLM(Protocol):
         """Run one step: write the batch's K and V into their slots and compute logits.
 
         Returns:
-            float32 ``[R, vocab]`` for the wanted rows. The memory is reused by the next call.
+            float32 ``[R, vocab]`` for the wanted rows; none at all on ranks other than 0. The memory is reused by the
+            next call.
 
         Raises:
             ValueError: the batch uses something that this architecture does not have.
@@ -167,8 +212,18 @@ class ArchitectureModule(Protocol):
         """Where GGUF keeps each Hugging Face tensor."""
         ...
 
+    def cuts(self, config: ModelConfig, shard: ModelShard) -> Mapping[str, Cut]:
+        """The parameters of a rank, by name, as parts of :meth:`parameters`."""
+        ...
+
     def create(
-        self, config: ModelConfig, weights: ModelWeights, max_seq_len: int, cache_windows: Sequence[int | None]
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        max_seq_len: int,
+        cache_windows: Sequence[int | None],
+        shard: ModelShard | None = None,
+        links: RankLinks | None = None,
     ) -> CausalLM:
         """The model over its weights; by layer, its cache keeps the latest ``cache_windows`` tokens, None: all."""
         ...

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from kvmesh.models.model_config import ModelConfig
 from kvmesh.models.parameters import ParameterSpec
+from kvmesh.models.sharding import Cut, ModelShard, Span
 from kvmesh.models.weights import GgufName
 
-__all__ = ["DecoderFamily", "Norm", "decoder_gguf_names", "decoder_parameters"]
+__all__ = ["DecoderFamily", "Norm", "decoder_cuts", "decoder_gguf_names", "decoder_parameters"]
 
 
 class Norm(NamedTuple):
@@ -84,6 +85,40 @@ def decoder_parameters(config: ModelConfig, family: DecoderFamily) -> Sequence[P
     if not config.tie_word_embeddings:
         specs.append(ParameterSpec("head.weight", (config.vocab_size, hidden), ("lm_head.weight",), True))
     return specs
+
+
+def decoder_cuts(config: ModelConfig, shard: ModelShard, family: DecoderFamily) -> Mapping[str, Cut]:
+    """A rank's parameters, by name, as parts of those that :func:`decoder_parameters` states.
+
+    Products whose sums the ranks add up have their bias on the first tensor rank alone. The embedding is whole: it is
+    looked up, not multiplied with, and only the rows of a step's tokens are read.
+    """
+    heads = Span(shard.tensor_rank * shard.num_heads, (shard.tensor_rank + 1) * shard.num_heads)
+    kv_heads = Span(shard.kv_heads.first, shard.kv_heads.first + shard.kv_heads.length)
+    q, kv = (Span(span.start * config.head_dim, span.stop * config.head_dim) for span in (heads, kv_heads))
+    qkv = (q, kv.shifted(config.q_size), kv.shifted(config.q_size + config.kv_size))
+    gate_up = (shard.ffn, shard.ffn.shifted(config.ffn_size))
+    cuts: dict[str, Cut] = {}
+    if shard.is_first:
+        cuts["embedding.weight"] = Cut("embedding.weight")
+    for index in shard.layers:
+        for name in family.norms(config):
+            cuts[f"{index}.{name}.weight"] = Cut(f"{index}.{name}.weight")
+        for name, rows, has_bias in (("qkv", qkv, config.qkv_bias), ("gate_up", gate_up, config.mlp_bias)):
+            for kind in ("weight", "bias") if has_bias else ("weight",):
+                cuts[f"{index}.{name}.{kind}"] = Cut(f"{index}.{name}.{kind}", rows)
+        for name, columns, has_bias in (
+            ("output", q, config.attention_output_bias),
+            ("down", shard.ffn, config.mlp_bias),
+        ):
+            cuts[f"{index}.{name}.weight"] = Cut(f"{index}.{name}.weight", columns=columns)
+            if has_bias and shard.tensor_rank == 0:
+                cuts[f"{index}.{name}.bias"] = Cut(f"{index}.{name}.bias")
+    if shard.is_last:
+        cuts["final_norm.weight"] = Cut("final_norm.weight")
+        tied = config.tie_word_embeddings
+        cuts["head.weight"] = Cut("embedding.weight" if tied else "head.weight", (shard.vocabulary,))
+    return cuts
 
 
 def decoder_gguf_names(config: ModelConfig, family: DecoderFamily) -> Mapping[str, GgufName]:

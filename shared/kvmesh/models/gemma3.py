@@ -6,9 +6,9 @@ import re
 from functools import partial
 
 from kvmesh.models.decoder import Decoder
-from kvmesh.models.decoder_family import DecoderFamily, Norm, decoder_gguf_names, decoder_parameters
+from kvmesh.models.decoder_family import DecoderFamily, Norm, decoder_cuts, decoder_gguf_names, decoder_parameters
 
-__all__ = ["IGNORED_TENSORS", "create", "gguf_names", "parameters"]
+__all__ = ["IGNORED_TENSORS", "create", "cuts", "gguf_names", "parameters"]
 
 # A copy of the tied embedding, and buffers that old checkpoints carry.
 IGNORED_TENSORS = re.compile(r".*\.rotary_emb\.inv_freq|lm_head\.weight")
@@ -25,5 +25,6 @@ _FAMILY = DecoderFamily(
 )
 
 parameters = partial(decoder_parameters, family=_FAMILY)
+cuts = partial(decoder_cuts, family=_FAMILY)
 gguf_names = partial(decoder_gguf_names, family=_FAMILY)
 create = partial(Decoder, family=_FAMILY)

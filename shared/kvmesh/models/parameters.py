@@ -26,9 +26,18 @@ from kvmesh.kernels.ops import QuantizedWeight
 from kvmesh.models.errors import ModelError
 from kvmesh.models.files import exclusive
 from kvmesh.models.linear import Linear
+from kvmesh.models.sharding import Cut, spans_of_parts
 from kvmesh.models.weights import Checkpoint, SafetensorsCheckpoint
 
-__all__ = ["ModelWeights", "ParameterSpec", "check_parameters", "load_parameters", "shared_parameters"]
+__all__ = [
+    "ModelWeights",
+    "ParameterSpec",
+    "check_parameters",
+    "cut_parameters",
+    "load_cuts",
+    "load_parameters",
+    "shared_parameters",
+]
 
 _log = structlog.get_logger(__name__)
 _SHARED_VERSION = b"1"  # raised when the meaning of the shared file changes
@@ -92,6 +101,32 @@ def load_parameters(
     return {spec.name: _assemble(checkpoint, spec).to(device, dtype) for spec in specs}
 
 
+def load_cuts(
+    checkpoint: Checkpoint,
+    specs: Sequence[ParameterSpec],
+    cuts: Mapping[str, Cut],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """A rank's part of every parameter that it has; what belongs to others is not read."""
+    whole = {spec.name: spec for spec in specs}
+    return {name: _assemble_cut(checkpoint, whole[cut.source], cut).to(device, dtype) for name, cut in cuts.items()}
+
+
+def cut_parameters(parameters: Mapping[str, Tensor], cuts: Mapping[str, Cut]) -> dict[str, Tensor]:
+    """A rank's part of every parameter that it has, out of whole ones: views where they are one run of rows."""
+    found: dict[str, Tensor] = {}
+    for name, cut in cuts.items():
+        tensor = parameters[cut.source]
+        if cut.columns is not None:
+            tensor = tensor[:, cut.columns.start : cut.columns.stop]
+        pieces = [tensor[span.start : span.stop] for span in cut.rows] or [tensor]
+        found[name] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        if cut.columns is not None:
+            found[name] = found[name].contiguous()
+    return found
+
+
 def shared_parameters(
     checkpoint: Checkpoint, specs: Sequence[ParameterSpec], directory: Path, name: str, fingerprint: str
 ) -> dict[str, Tensor]:
@@ -124,6 +159,14 @@ def shared_parameters(
 def _assemble(checkpoint: Checkpoint, spec: ParameterSpec) -> Tensor:
     parts = [checkpoint.tensor(part) for part in spec.parts]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _assemble_cut(checkpoint: Checkpoint, spec: ParameterSpec, cut: Cut) -> Tensor:
+    if not cut.rows and cut.columns is None:
+        return _assemble(checkpoint, spec)
+    spans = spans_of_parts(cut.rows, [checkpoint.shape(part)[0] for part in spec.parts])
+    pieces = [checkpoint.piece(spec.parts[part], span, cut.columns) for part, span in spans]
+    return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _write_float32(target: Path, specs: Sequence[ParameterSpec], tensors: Iterator[Tensor]) -> None:

@@ -11,13 +11,21 @@ import torch
 from kvmesh.kernels.ops import QuantizedWeight
 from kvmesh.models.architectures import ARCHITECTURES
 from kvmesh.models.attention_windows import effective_windows
-from kvmesh.models.base import ArchitectureModule, CausalLM
+from kvmesh.models.base import ArchitectureModule, CausalLM, RankLinks
 from kvmesh.models.checkpoint import fingerprint
 from kvmesh.models.config import ModelConfig, read_config
 from kvmesh.models.errors import ModelError
 from kvmesh.models.files import cache_root
-from kvmesh.models.parameters import ModelWeights, check_parameters, load_parameters, shared_parameters
+from kvmesh.models.parameters import (
+    ModelWeights,
+    check_parameters,
+    cut_parameters,
+    load_cuts,
+    load_parameters,
+    shared_parameters,
+)
 from kvmesh.models.quantized import quantized_parameters
+from kvmesh.models.sharding import ModelShard, shard_of
 from kvmesh.models.store import ModelSource
 from kvmesh.models.weights import Checkpoint, GgufCheckpoint, SafetensorsCheckpoint
 
@@ -38,8 +46,10 @@ def load_model(
     *,
     max_seq_len: int | None = None,
     max_attention_window: Sequence[int] | None = None,
+    shard: ModelShard | None = None,
+    links: RankLinks | None = None,
 ) -> CausalLM:
-    """Load a checkpoint.
+    """Load a checkpoint, or a rank's part of it.
 
     Args:
         source: the checkpoint.
@@ -47,6 +57,8 @@ def load_model(
         dtype: of parameters, activations and KV cache; None is :func:`default_dtype`.
         max_seq_len: longest sequence to prepare for; None is the model's own limit.
         max_attention_window: as :func:`kvmesh.models.attention_windows.effective_windows` takes it.
+        shard: which part; None: the whole model.
+        links: to the other ranks, where there are any.
 
     Raises:
         ModelError: the checkpoint is damaged, incomplete or not supported, ``max_seq_len`` exceeds its limit, or
@@ -68,12 +80,17 @@ def load_model(
     )
     check_parameters(checkpoint, specs, module.IGNORED_TENSORS)
     on_cpu = device.type == "cpu" and dtype == torch.float32
-    quantized: dict[str, QuantizedWeight] = quantized_parameters(checkpoint, specs) if on_cpu else {}
+    shard = shard or shard_of(config)
+    cuts = None if shard.is_whole else module.cuts(config, shard)
+    quantized: dict[str, QuantizedWeight] = quantized_parameters(checkpoint, specs, cuts) if on_cpu else {}
     if on_cpu and (source.format == "gguf" or config.dtype != "float32"):
         dense = shared_parameters(checkpoint, specs, cache_root() / "derived", source.name, fingerprint(source.path))
-    else:
+        dense = dense if cuts is None else cut_parameters(dense, cuts)
+    elif cuts is None:
         dense = load_parameters(checkpoint, specs, device, dtype)
-    return module.create(config, ModelWeights(dense, quantized), max_seq_len, windows)
+    else:
+        dense = load_cuts(checkpoint, specs, cuts, device, dtype)
+    return module.create(config, ModelWeights(dense, quantized), max_seq_len, windows, shard, links)
 
 
 def _module_of(config: ModelConfig) -> ArchitectureModule:

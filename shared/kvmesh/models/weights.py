@@ -15,6 +15,7 @@ from torch import Tensor
 from kvmesh.models.checkpoint import open_gguf, read_json
 from kvmesh.models.errors import ModelError
 from kvmesh.models.gguf_file import GgufFile, GgufTensor
+from kvmesh.models.sharding import Span
 
 __all__ = ["Blocks", "Checkpoint", "GgufCheckpoint", "GgufName", "SafetensorsCheckpoint"]
 
@@ -45,6 +46,10 @@ class Checkpoint(Protocol):
 
     def tensor(self, name: str) -> Tensor:
         """The tensor on the CPU in the checkpoint's dtype (float32 if it is quantised). Never write to it."""
+        ...
+
+    def piece(self, name: str, rows: Span, columns: Span | None) -> Tensor:
+        """Some rows of the tensor, and of a matrix some columns, as :meth:`tensor` gives them; the rest is not read."""
         ...
 
     def blocks(self, name: str) -> Blocks | None:
@@ -86,6 +91,16 @@ class SafetensorsCheckpoint:
         """The tensor, a view of the mapped file."""
         tensor: Tensor = self._open(self._shard_of[name]).get_tensor(name)
         return tensor
+
+    def piece(self, name: str, rows: Span, columns: Span | None) -> Tensor:
+        """See :class:`Checkpoint`."""
+        view = self._open(self._shard_of[name]).get_slice(name)
+        piece: Tensor = (
+            view[rows.start : rows.stop]
+            if columns is None
+            else view[rows.start : rows.stop, columns.start : columns.stop]
+        )
+        return piece
 
     def blocks(self, name: str) -> Blocks | None:  # noqa: ARG002 (the protocol's signature)
         """None: quantised safetensors are refused when the configuration is read."""
@@ -138,10 +153,21 @@ class GgufCheckpoint:
     def tensor(self, name: str) -> Tensor:
         """The tensor, dequantised to float32, with its rows in Hugging Face's order and its values as there."""
         tensor = self._file.tensors[self._entries[name].name]
-        values = _dequantize(self._rows(tensor), _quant_type(tensor, self.path))
-        if offset := self._entries[name].offset:
-            values -= offset  # its own memory: dequantising copies
+        values = self._values(name, self._rows(tensor))
         return torch.from_numpy(self._reorder(name, values).reshape(tensor.shape))
+
+    def piece(self, name: str, rows: Span, columns: Span | None) -> Tensor:
+        """See :class:`Checkpoint`. Columns are cut at blocks, so that only those are dequantised that have some."""
+        tensor = self._file.tensors[self._entries[name].name]
+        if len(tensor.shape) == 1:
+            return self.tensor(name)[rows.start : rows.stop]
+        block_size, block_bytes = gguf.GGML_QUANT_SIZES[_quant_type(tensor, self.path)]
+        raw = self._reorder(name, self._rows(tensor))[rows.start : rows.stop]
+        start, stop = columns or Span(0, tensor.shape[-1])
+        first, last = start // block_size, -(-stop // block_size)
+        values = self._values(name, np.ascontiguousarray(raw[:, first * block_bytes : last * block_bytes]))
+        values = values.reshape(rows.length, -1)
+        return torch.from_numpy(values[:, start - first * block_size : stop - first * block_size])
 
     def blocks(self, name: str) -> Blocks | None:
         """The raw rows in Hugging Face's order: a permutation of rows leaves the blocks inside them alone."""
@@ -150,6 +176,13 @@ class GgufCheckpoint:
         if len(tensor.shape) != 2 or kind in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16):
             return None
         return Blocks(kind.name, self._reorder(name, self._rows(tensor)))
+
+    def _values(self, name: str, raw: np.ndarray) -> np.ndarray:
+        entry = self._entries[name]
+        values = _dequantize(raw, _quant_type(self._file.tensors[entry.name], self.path))
+        if entry.offset:
+            values -= entry.offset  # its own memory: dequantising copies
+        return values
 
     def _rows(self, tensor: GgufTensor) -> np.ndarray:
         block_size, block_bytes = gguf.GGML_QUANT_SIZES[_quant_type(tensor, self.path)]
