@@ -6,7 +6,7 @@ One thread drives a manager and everything made by it; no call waits. Running ou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -143,8 +143,11 @@ class SequenceCache(Protocol):
         """Give every page back, last block first. Closing twice is harmless."""
         ...
 
-    def hold(self, num_tokens: int) -> Lease:
-        """Pin the pages of the first ``num_tokens`` tokens on the device, so that they outlive this sequence."""
+    def hold(self, num_tokens: int, groups: Collection[int] | None = None) -> Lease:
+        """Pin the pages of the first ``num_tokens`` tokens on the device, so that they outlive this sequence.
+
+        ``groups`` are the layer groups to pin, None: all; the lease has no pages of the others.
+        """
         ...
 
     def page_ids(self, group: int) -> Pages:

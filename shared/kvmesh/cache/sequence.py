@@ -7,6 +7,7 @@ computed, ``close`` gives everything back. At every moment ``committed <= histor
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -322,8 +323,12 @@ class KvCache:
         self._state = SequenceState.CLOSED
         self._manager.forget(self)
 
-    def hold(self, num_tokens: int) -> PageLease:
+    def hold(self, num_tokens: int, groups: Collection[int] | None = None) -> PageLease:
         """Pin the pages of the first ``num_tokens`` tokens, so that they outlive this sequence.
+
+        Args:
+            num_tokens: how many.
+            groups: layer groups to pin; None: all. The lease has no pages of the others.
 
         Raises:
             CacheStateError: the sequence is closed, or a page is not on the device.
@@ -337,6 +342,8 @@ class KvCache:
         pages = self._pages.readable(blocks)
         if pages is None:
             raise CacheStateError(f"{self.request_id}: hold of pages that are not on the device; resume it first")
+        if groups is not None:
+            pages = [held if group in groups else held[:0] for group, held in enumerate(pages)]
         return self._manager.lease(num_tokens, pages)
 
     def page_ids(self, group: int) -> Pages:

@@ -81,7 +81,7 @@ class Admission:
         deferred = 0
         queue = list(self._queues.waiting)
         if budget.tokens <= 0 or seats <= 0 or len(plan.chunks) >= limit:
-            queue = [seq for seq in queue if seq.handoff is not None or seq.phase is Phase.SUSPENDED or forced]
+            queue = [seq for seq in queue if seq.awaits_transfer or seq.phase is Phase.SUSPENDED or forced]
         for seq in queue:
             if forced:
                 self._serve(seq, plan, budget, forced=True)
@@ -219,9 +219,14 @@ class Admission:
         return fits(more, self._pages.available_pages())
 
     def _can_reserve(self, seq: Sequence) -> bool:
-        if self._limits.policy != "guaranteed_no_evict":
+        if self._limits.policy == "guaranteed_no_evict":
+            others = self._queues.running
+        elif seq.pipelined:
+            # Two that cannot be preempted must not wait for each other's pages.
+            others = [other for other in self._queues.running if other.pipelined]
+        else:
             return True
-        reserved = [self._to_completion(other) for other in (*self._queues.running, seq)]
+        reserved = [self._to_completion(other) for other in (*others, seq)]
         return fits([sum(of_pool) for of_pool in zip(*reserved, strict=True)], self._pages.reservable_pages())
 
     def _to_completion(self, seq: Sequence) -> list[int]:

@@ -21,6 +21,7 @@ from kvmesh.protocol.engine import Generate, RequestTimings
 from kvmesh.protocol.errors import ApiError, bad_request
 from kvmesh.protocol.sampling import MAX_TEMPERATURE, REPETITION_PENALTIES, SamplingParams
 from kvmesh.protocol.version import PROTOCOL_VERSION
+from kvmesh.transceiver.slices import pipelining_obstacle
 
 __all__ = ["Intake", "IntakeLimits"]
 
@@ -42,6 +43,8 @@ class IntakeLimits(NamedTuple):
     """Sequences that may wait; more are answered 429 at once."""
     transfers: bool
     """Whether this engine has a transceiver."""
+    pipelined: bool = False
+    """Whether prompts are sent slice by slice (``enable_pipelined_transfer``)."""
 
 
 class Intake:
@@ -102,6 +105,9 @@ class Intake:
             deadline_s=None if request.deadline_s is None else self._clock.monotonic_s() + request.deadline_s,
             transfer_id=request.transfer_id,
             handoff=handoff,
+            generation_first=request.generation_first and request.kind != "aggregated",
+            ctx_address=request.ctx_address if request.kind == "generation" and request.generation_first else b"",
+            pipelined=self.limits.pipelined and request.kind == "context" and request.generation_first,
             retention=request.retention,
             conversation_id=request.conversation_id,
             probe=request.probe,
@@ -196,7 +202,23 @@ class Intake:
             )
         if request.transfer_id <= 0:
             raise bad_request("The disaggregated request id is missing.", param="disaggregated_params")
-        return self._check_handoff(request) if request.kind == "generation" else None
+        if request.kind == "context":
+            self._check_pipelining(request)
+            return None
+        if not request.generation_first:
+            return self._check_handoff(request)
+        if not request.ctx_address or request.first_tokens:
+            raise bad_request(
+                "A generation-first request names its context server, and has no first tokens yet.",
+                param="disaggregated_params",
+            )
+        return None
+
+    def _check_pipelining(self, request: Generate) -> None:
+        if not self.limits.pipelined or request.sampling.max_tokens == 1:
+            return  # One token needs no generation server, so nothing is sent.
+        if (obstacle := pipelining_obstacle(generation_first=request.generation_first)) is not None:
+            raise bad_request(obstacle, param="disaggregated_params.schedule_style", code="not_pipelined")
 
     def _check_handoff(self, request: Generate) -> HandOff:
         if not request.first_tokens:

@@ -45,20 +45,23 @@ class Queues:
     def victim(self, claimant: Sequence) -> Sequence | None:
         """The running sequence that gives way to ``claimant``: the last in rank, never one that is served before it.
 
-        One that is receiving gives no pages: a peer writes into them.
+        One that is receiving gives no pages: a peer writes into them. Nor does one that sends while it is computed; to
+        make up for that, everybody else gives way to it.
         """
-        return next((seq for seq in self._behind(self.running, claimant) if seq.phase is Phase.RUNNING), None)
+        behind = self._behind(self.running, claimant)
+        return next((seq for seq in behind if seq.phase is Phase.RUNNING and not seq.pipelined), None)
 
     def last_suspended(self, claimant: Sequence) -> Sequence | None:
-        """The suspended sequence that is last in rank, and behind ``claimant``."""
+        """The suspended sequence that is last in rank, and behind ``claimant``; see :meth:`victim`."""
         return next((seq for seq in self._behind(self.waiting, claimant) if seq.phase is Phase.SUSPENDED), None)
 
     @staticmethod
     def _behind(queue: list[Sequence], claimant: Sequence) -> Iterator[Sequence]:
         for seq in reversed(queue):
-            if seq.rank <= claimant.rank:
+            if seq.rank <= claimant.rank and not claimant.pipelined:
                 return
-            yield seq
+            if seq is not claimant:
+                yield seq
 
 
 def _rank(seq: Sequence) -> tuple[int, int]:

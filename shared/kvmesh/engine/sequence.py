@@ -23,6 +23,8 @@ __all__ = ["Phase", "Sequence"]
 class Phase(enum.Enum):
     """Where a sequence is; semantics of a disaggregated request in brackets."""
 
+    AWAITING_RECEIVER = "awaiting_receiver"
+    """Generation first, context kind: not in the queue yet, for its receiver has not come (WAIT_SCHEDULER)."""
     WAITING = "waiting"
     """Queued: holds no pages (CONTEXT_INIT, GENERATION_INIT)."""
     SUSPENDED = "suspended"
@@ -54,6 +56,13 @@ class Sequence:
     transfer_id: int = 0
     handoff: HandOff | None = None
     """Generation kind: how to get the prompt's pages; None once they are here (or were lost to a preemption)."""
+    generation_first: bool = False
+    """Both legs of the request run at once."""
+    ctx_address: bytes = b""
+    """Generation first, generation kind: whom to ask for the prompt's pages; empty once they are here."""
+    pipelined: bool = False
+    """Context kind: slices of its prompt go out while it is computed. It is never preempted, and has its pages reserved
+    from the start, for what has been sent must stay as it is."""
     retention: RetentionConfig | None = None
     """Priorities of its blocks."""
     conversation_id: str | None = None
@@ -92,7 +101,7 @@ class Sequence:
     @property
     def awaits_transfer(self) -> bool:
         """Whether its prompt's pages have yet to come from a context server."""
-        return self.handoff is not None
+        return self.handoff is not None or bool(self.ctx_address)
 
     @property
     def max_length(self) -> int:

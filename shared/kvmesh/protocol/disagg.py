@@ -11,9 +11,21 @@ import msgspec
 
 from kvmesh.protocol.version import PROTOCOL_VERSION
 
-__all__ = ["CtxUsage", "DisaggregatedParams", "HandOff", "RequestType"]
+__all__ = [
+    "CONTEXT_FIRST",
+    "GENERATION_FIRST",
+    "ContextAddress",
+    "CtxUsage",
+    "DisaggregatedParams",
+    "HandOff",
+    "RequestType",
+]
 
 RequestType = Literal["context_only", "generation_only", "context_and_generation"]
+
+CONTEXT_FIRST = 0
+GENERATION_FIRST = 1
+"""Values of ``schedule_style``."""
 
 
 class CtxUsage(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,9 +46,16 @@ class DisaggregatedParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     ctx_request_id: int | None = None
     disagg_request_id: int | None = None
     encoded_opaque_state: str | None = None
-    """Base64 of a msgpack :class:`HandOff`."""
+    """Base64 of a msgpack :class:`HandOff`; generation first, of a signed :class:`ContextAddress`."""
     draft_tokens: list[int] | None = None
     ctx_dp_rank: int | None = None
+    """Attention data-parallel rank of the context server: to it, the rank that must take the leg; from it, the rank
+    that holds the pages."""
+    dp_rank: int | None = None
+    """Attention data-parallel rank that is wanted of the server that gets this (KVMesh's own)."""
+    dp_matched_tokens: int | None = None
+    """Leading prompt tokens that ``dp_rank`` holds, as far as the sender knows: then the rank is a wish, weighed
+    against the ranks' load. None: it is an order (KVMesh's own)."""
     ctx_info_endpoint: str | list[str] | None = None
     schedule_style: int = 0
     """0: context first, 1: generation first."""
@@ -56,4 +75,16 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True):
     layout_digest: str
     seed: int
     """The resolved sampling seed: the generation server continues the same random stream."""
+    protocol: int = PROTOCOL_VERSION
+
+
+class ContextAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Generation first: where a generation engine asks for a prompt that a context engine has still to compute.
+
+    Signed by the context engine (see ``kvmesh.transceiver.claims``), so that nobody can be made to dial elsewhere.
+    """
+
+    control_endpoint: str
+    instance_id: str
+    epoch: int
     protocol: int = PROTOCOL_VERSION

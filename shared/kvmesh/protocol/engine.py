@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from kvmesh.protocol.cache_report import CacheReport, IterationRecord
+from kvmesh.protocol.disagg import CtxUsage
 from kvmesh.protocol.kv_cache_events import KvCacheEvent
 from kvmesh.protocol.retention import RetentionConfig
 from kvmesh.protocol.sampling import SamplingParams, TokenLogprob
@@ -58,12 +59,21 @@ class Generate(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     """Generation kind: tokens that the context server already sampled."""
     handoff: bytes = b""
     """Generation kind: msgpack :class:`kvmesh.protocol.disagg.HandOff`."""
+    generation_first: bool = False
+    """Both legs run at once. A context request waits for its receiver; a generation request has no ``first_tokens``."""
+    ctx_address: bytes = b""
+    """Generation first, generation kind: the signed :class:`kvmesh.protocol.disagg.ContextAddress` of the owner."""
     cache_salt: str | None = None
     lora_id: int | None = None
     retention: RetentionConfig | None = None
     """Priorities of its blocks in this engine's cache."""
     conversation_id: str | None = None
     """For the ``per_conversation`` reuse policy; the front gives it to one sequence at a time."""
+    dp_rank: int | None = None
+    """Attention data-parallel rank that is wanted; once the front has placed the sequence, the one that it is on."""
+    dp_matched_tokens: int | None = None
+    """Leading prompt tokens that ``dp_rank`` holds, as far as the sender knows: then the rank is a wish, which the
+    front weighs against the ranks' load. None: it is an order."""
     priority: int = 0
     probe: bool = False
     """Asks only whether the engine computes: it reuses nothing, leaves nothing reusable, and is in no statistics."""
@@ -122,6 +132,8 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     pid: int
     ctx_info_endpoint: str | None = None
     """Control endpoint of the transceiver, None when it is disabled."""
+    ctx_address: bytes = b""
+    """Signed :class:`kvmesh.protocol.disagg.ContextAddress` of this engine; empty without a transceiver."""
     transfer_backend: str | None = None
     events_endpoint: str | None = None
     replay_endpoint: str | None = None
@@ -160,6 +172,8 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     cached_tokens: int = 0
     handoff: bytes = b""
     """Context kind, final output: msgpack :class:`kvmesh.protocol.disagg.HandOff`."""
+    ctx_usage: CtxUsage | None = None
+    """Generation first, generation kind, first output: usage as the context server counted it."""
     timings: RequestTimings | None = None
     """Set on the final output."""
 

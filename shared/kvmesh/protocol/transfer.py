@@ -6,11 +6,14 @@ from typing import Literal
 
 import msgspec
 
+from kvmesh.protocol.sampling import TokenLogprob
 from kvmesh.protocol.version import PROTOCOL_VERSION
 
 __all__ = [
     "FINAL_STATES",
+    "Aux",
     "CancelSession",
+    "Claim",
     "ControlMessage",
     "Hello",
     "HelloReply",
@@ -50,6 +53,40 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     protocol: int = PROTOCOL_VERSION
 
 
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """Generation first: the right of one receiver to one prompt that is still to be computed, signed by the receiver.
+
+    It takes the place of a ticket, which its owner could sign only when the prompt is there.
+    """
+
+    transfer_id: int
+    owner_instance_id: str
+    owner_epoch: int
+    receiver_instance_id: str
+    receiver_epoch: int
+    num_tokens: int
+    prompt_digest: bytes
+    """As in a :class:`Ticket`: the owner serves no other prompt."""
+    expires_unix_ms: int
+    nonce: bytes
+    protocol: int = PROTOCOL_VERSION
+
+
+class Aux(msgspec.Struct, frozen=True, kw_only=True):
+    """Generation first: what a context server says of a finished prompt beside its pages, with the last slice."""
+
+    first_tokens: list[int]
+    """Exactly one: there is no beam search."""
+    seed: int
+    """The resolved sampling seed: the generation server continues the same random stream."""
+    prompt_tokens: int
+    cached_tokens: int = 0
+    first_logprobs: list[TokenLogprob] = []
+    """Of the first tokens, where they were asked for."""
+    finished: bool = False
+    """The first token ended the answer: no pages are sent."""
+
+
 class Hello(msgspec.Struct, tag=True, kw_only=True):
     """Receiver to sender, once per pair: who I am, what must agree, and how you can reach my memory."""
 
@@ -85,7 +122,7 @@ class HelloReply(msgspec.Struct, tag=True, kw_only=True):
 
 
 class RequestData(msgspec.Struct, tag=True, kw_only=True):
-    """Receiver to sender: these pages of this ticket, into these pages of mine."""
+    """Receiver to sender: these pages of this ticket, or of the prompt that this claim names, into these of mine."""
 
     transfer_id: int
     session: int
@@ -95,6 +132,8 @@ class RequestData(msgspec.Struct, tag=True, kw_only=True):
     """Per layer group: the index of the first block that is wanted; earlier blocks are already held."""
     dst_pages: list[bytes]
     """Per layer group: int32 page ids at the receiver, one for each wanted block, in order."""
+    claim: bytes = b""
+    """Generation first, instead of a ticket: a signed :class:`Claim`; the prompt may not be computed yet."""
 
 
 class TransferResult(msgspec.Struct, tag=True, kw_only=True):
@@ -116,6 +155,14 @@ class TransferResult(msgspec.Struct, tag=True, kw_only=True):
     """Pull planes with a data socket: what to present there."""
     bytes_moved: int = 0
     message: str = ""
+    slice_index: int = 0
+    """Pipelined transfers: which slice of the prompt this is about, from 0."""
+    slice_blocks: tuple[int, int] = (0, 0)
+    """With a slice that is not the last: its blocks, first and behind the last, in layer groups without a window."""
+    is_last: bool = True
+    """Whether this is about the last slice, or the only one."""
+    aux: Aux | None = None
+    """Generation first, with the last slice."""
 
 
 class ResultAck(msgspec.Struct, tag=True, kw_only=True):
@@ -133,6 +180,8 @@ class CancelSession(msgspec.Struct, tag=True, kw_only=True):
     session: int = 0
     ticket: bytes = b""
     """Receiver to sender before the ticket was redeemed: the right to give the pages up."""
+    claim: bytes = b""
+    """The same, generation first."""
 
 
 class Refused(msgspec.Struct, tag=True, kw_only=True):

@@ -5,6 +5,7 @@ It is created holding what the trees have of its prompt, resumed once, and from 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -260,8 +261,12 @@ class V1Sequence:
         self._state = _State.CLOSED
         self._manager.forget(self)
 
-    def hold(self, num_tokens: int) -> BlockLease:
+    def hold(self, num_tokens: int, groups: Collection[int] | None = None) -> BlockLease:
         """Pin the blocks of the first ``num_tokens`` tokens, so that they outlive this sequence.
+
+        Args:
+            num_tokens: how many.
+            groups: layer groups to pin; None: all. The lease has no blocks of the others.
 
         Raises:
             CacheStateError: the sequence is not active.
@@ -271,7 +276,10 @@ class V1Sequence:
         blocks = -(-num_tokens // self._block_tokens)
         if num_tokens < 0 or blocks > self.num_blocks:
             raise ValueError(f"{self.request_id}: no pages for {num_tokens} tokens, only {self.num_blocks} blocks")
-        return self._manager.lease(num_tokens, [view.blocks[:blocks] for view in self.views])
+        held = [
+            view.blocks[:blocks] if groups is None or group in groups else [] for group, view in enumerate(self.views)
+        ]
+        return self._manager.lease(num_tokens, held)
 
     def page_ids(self, group: int) -> NDArray[np.int32]:
         """See :class:`~kvmesh.cache.base.SequenceCache`. Valid until the next commit, resize or close.
