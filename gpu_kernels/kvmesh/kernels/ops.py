@@ -16,6 +16,7 @@ from kvmesh.kernels.layers import (
     store_kv,
 )
 from kvmesh.kernels.library import KernelError
+from kvmesh.kernels.page_lists import PageList, gather_lists, scatter_lists, scatter_lists_checksummed
 from kvmesh.kernels.paged import PagedKv
 from kvmesh.kernels.pages import checksum_pages, copy_pages, copy_pages_checksummed, gather_pages, scatter_pages
 from kvmesh.kernels.program import Program
@@ -31,6 +32,7 @@ from kvmesh.kernels.runtime import cpu_level, get_num_threads, philox_uint32, se
 
 __all__ = [
     "KernelError",
+    "PageList",
     "PagedKv",
     "Program",
     "QuantKind",
@@ -42,6 +44,7 @@ __all__ = [
     "cpu_level",
     "dequantize",
     "dequantize_rows",
+    "gather_lists",
     "gather_pages",
     "gelu_tanh_and_mul",
     "get_num_threads",
@@ -51,6 +54,8 @@ __all__ = [
     "quantized_linear_max_tokens",
     "rms_norm",
     "rope_store_kv",
+    "scatter_lists",
+    "scatter_lists_checksummed",
     "scatter_pages",
     "set_cpu_level",
     "set_num_threads",

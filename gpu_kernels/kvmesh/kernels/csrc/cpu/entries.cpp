@@ -51,6 +51,8 @@ constexpr kvmesh_entry kEntries[] = {
     entry<kvmesh_cpu_scatter_pages>("scatter_pages"),
     entry<kvmesh_cpu_copy_pages>("copy_pages"),
     entry<kvmesh_cpu_copy_pages_checksummed>("copy_pages_checksummed"),
+    entry<kvmesh_cpu_gather_lists>("gather_lists"),
+    entry<kvmesh_cpu_scatter_lists>("scatter_lists"),
     entry<kvmesh_cpu_checksum_pages>("checksum_pages"),
     entry<kvmesh_cpu_pack_weight>("pack_weight"),
     entry<kvmesh_cpu_quantized_linear>("quantized_linear"),

@@ -47,6 +47,9 @@ KVMESH_API int kvmesh_cpu_copy_pages_checksummed(uint64_t* sums, uint8_t* to_bas
                                                  int64_t to_stride_bytes, const uint8_t* from_base,
                                                  const int32_t* from_ids, int64_t from_stride_bytes, int64_t count,
                                                  int64_t page_bytes);
+KVMESH_API int kvmesh_cpu_gather_lists(uint8_t* destination, const kvmesh_page_list* lists, int64_t num_lists);
+KVMESH_API int kvmesh_cpu_scatter_lists(uint64_t* sums, const uint8_t* source, const kvmesh_page_list* lists,
+                                        int64_t num_lists);
 KVMESH_API int kvmesh_cpu_checksum_pages(uint64_t* sums, const uint8_t* base, const int32_t* ids, int64_t count,
                                          int64_t page_bytes, int64_t stride_bytes);
 

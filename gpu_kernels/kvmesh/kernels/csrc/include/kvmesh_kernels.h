@@ -35,6 +35,15 @@ typedef struct {
   int32_t dtype;
 } kvmesh_paged_kv;
 
+// `count` items of `item_bytes` each: item i lies at base + ids[i] * stride_bytes.
+typedef struct {
+  int64_t base;
+  int64_t ids;  // address of int32_t [count]
+  int64_t count;
+  int64_t stride_bytes;
+  int64_t item_bytes;
+} kvmesh_page_list;
+
 // A second way to call an operation: all its arguments in an array of 8-byte values, integers and pointers in `i`,
 // floating point in `f`. kvmesh_cpu_entry(name) finds it; `signature` has one letter per argument, i or f. Calls can so
 // be made, kept and repeated without knowing the C types.
