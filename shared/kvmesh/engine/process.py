@@ -86,7 +86,8 @@ def _main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     settings = WorkerSettings.model_validate_json(sys.stdin.buffer.read())
-    configure_logging("engine", settings.log_level, settings.log_format)
+    service = "engine" if size == 1 else f"engine-{rank}"
+    configure_logging(service, settings.log_level, settings.log_format)
     arm_from_environment()
     return engine_main(settings, endpoint, epoch, DpSeat(rank, size))
 

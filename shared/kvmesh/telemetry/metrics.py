@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-__all__ = ["LATENCY_BUCKETS_S", "Metrics", "StatisticsCollector"]
+__all__ = ["LATENCY_BUCKETS_S", "LabelledCollector", "Metrics", "StatisticsCollector"]
 
 LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 180)
 """From a proxy hop to the request deadline."""
@@ -41,7 +41,7 @@ class Metrics:
         self, prefix: str, read: Callable[[], Mapping[str, float]], documentation: Mapping[str, str] | None = None
     ) -> None:
         """Expose a ``statistics()`` mapping: keys ending in ``_total`` become counters, the others gauges."""
-        self.registry.register(StatisticsCollector(prefix, read, documentation or {}))
+        self.registry.register(StatisticsCollector(prefix, read, documentation))
 
     def collect(self, collector: Collector) -> None:
         """Expose what a collector of one's own yields."""
@@ -55,10 +55,12 @@ class Metrics:
 class StatisticsCollector(Collector):
     """Reads an object's own statistics at scrape time, so that no number is kept twice."""
 
-    def __init__(self, prefix: str, read: Callable[[], Mapping[str, float]], documentation: Mapping[str, str]) -> None:
+    def __init__(
+        self, prefix: str, read: Callable[[], Mapping[str, float]], documentation: Mapping[str, str] | None = None
+    ) -> None:
         self._prefix = prefix
         self._read = read
-        self._documentation = documentation
+        self._documentation = documentation or {}
 
     def collect(self) -> Iterable[Metric]:
         """See ``prometheus_client.registry.Collector``."""
@@ -69,3 +71,27 @@ class StatisticsCollector(Collector):
                 yield CounterMetricFamily(name.removesuffix("_total"), text, value=value)
             else:
                 yield GaugeMetricFamily(name, text, value=value)
+
+
+class LabelledCollector(Collector):
+    """Collectors of the same series as one: each one's samples get its value of a label.
+
+    Args:
+        label: name of the label.
+        collectors: by value.
+    """
+
+    def __init__(self, label: str, collectors: Mapping[str, Collector]) -> None:
+        self._label = label
+        self._collectors = collectors
+
+    def collect(self) -> Iterable[Metric]:
+        """See ``prometheus_client.registry.Collector``."""
+        families: dict[str, Metric] = {}
+        for value, collector in self._collectors.items():
+            for metric in collector.collect():
+                family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                family.samples += [
+                    sample._replace(labels={**sample.labels, self._label: value}) for sample in metric.samples
+                ]
+        yield from families.values()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -41,11 +41,17 @@ _Item = tuple[int, Delta | ApiError]
 
 
 class Answerer:
-    """Runs plans and builds their answers."""
+    """Runs plans and builds their answers.
 
-    def __init__(self, tokenizer: Tokenizer, ctx_info_endpoint: str | None, observe: Observer) -> None:
+    Args:
+        tokenizer: the model's.
+        ctx_info_endpoints: control endpoints of the transceivers, by attention data-parallel rank.
+        observe: told of every delta.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, ctx_info_endpoints: Sequence[str | None], observe: Observer) -> None:
         self._tokenizer = tokenizer
-        self._endpoint = ctx_info_endpoint
+        self._endpoints = ctx_info_endpoints
         self._observe = observe
 
     async def whole(self, plan: Plan) -> CompletionResponse | ChatResponse:
@@ -145,7 +151,11 @@ class Answerer:
         """What the router needs for the second leg; None unless this was a first leg that has one."""
         if plan.leg.kind != "context" or delta.finish_reason is None:
             return None
-        return context_params(plan.leg, delta.token_ids, delta.logprobs, sequence.run.handoff, self._endpoint)
+        run = sequence.run
+        rank = run.request.dp_rank or 0
+        return context_params(
+            plan.leg, delta.token_ids, delta.logprobs, run.handoff, dp_rank=rank, endpoint=self._endpoints[rank]
+        )
 
     def _usage(self, plan: Plan) -> Usage:
         ctx = plan.leg.ctx_usage

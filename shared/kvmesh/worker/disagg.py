@@ -16,7 +16,7 @@ from kvmesh.protocol.openai.validate import MAX_TOKEN_ID, request_type_of
 from kvmesh.protocol.sampling import TokenLogprob
 from kvmesh.protocol.version import PROTOCOL_VERSION
 
-__all__ = ["Leg", "context_params", "leg_of"]
+__all__ = ["Leg", "RankWish", "context_params", "leg_of", "rank_wish"]
 
 MAX_REQUEST_ID = 2**63 - 1
 _handoff_decoder = msgspec.msgpack.Decoder(HandOff)
@@ -33,6 +33,23 @@ class Leg(NamedTuple):
     seed: int | None = None
     """The seed that the context server sampled with, which the generation server goes on with."""
     ctx_usage: CtxUsage | None = None
+
+
+class RankWish(NamedTuple):
+    """Which attention data-parallel rank a request asks for."""
+
+    rank: int | None = None
+    matched_tokens: int | None = None
+    """None: the rank is an order, not a wish."""
+
+
+def rank_wish(params: DisaggregatedParams | None, leg: Leg) -> RankWish:
+    """What a request says of the rank that it wants; a context leg may name it as TensorRT-LLM does."""
+    if params is None:
+        return RankWish()
+    if leg.kind == "context" and params.ctx_dp_rank is not None:
+        return RankWish(params.ctx_dp_rank)
+    return RankWish(params.dp_rank, params.dp_matched_tokens)
 
 
 def leg_of(params: DisaggregatedParams | None, role: WorkerRole) -> Leg:
@@ -71,9 +88,18 @@ def leg_of(params: DisaggregatedParams | None, role: WorkerRole) -> Leg:
 
 
 def context_params(
-    leg: Leg, token_ids: list[int], logprobs: list[TokenLogprob] | None, handoff: bytes, endpoint: str | None
+    leg: Leg,
+    token_ids: list[int],
+    logprobs: list[TokenLogprob] | None,
+    handoff: bytes,
+    *,
+    dp_rank: int,
+    endpoint: str | None,
 ) -> DisaggregatedParams:
-    """What a context server answers with: enough for a generation server to pull the pages and go on."""
+    """What a context server answers with: enough for a generation server to pull the pages and go on.
+
+    ``endpoint`` is the control endpoint of the rank that holds the pages, ``dp_rank``.
+    """
     return DisaggregatedParams(
         request_type="context_only",
         first_gen_tokens=token_ids,
@@ -81,7 +107,7 @@ def context_params(
         ctx_request_id=leg.transfer_id,
         disagg_request_id=leg.transfer_id,
         encoded_opaque_state=base64.b64encode(handoff).decode(),
-        ctx_dp_rank=0,
+        ctx_dp_rank=dp_rank,
         ctx_info_endpoint=endpoint,
     )
 

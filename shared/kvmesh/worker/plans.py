@@ -23,7 +23,7 @@ from kvmesh.protocol.openai.requests import ChatCompletionRequest, CompletionReq
 from kvmesh.protocol.openai.sampling import sampling_params
 from kvmesh.protocol.openai.validate import check_token_ids, validate_request
 from kvmesh.protocol.retention import RetentionConfig
-from kvmesh.worker.disagg import Leg, leg_of
+from kvmesh.worker.disagg import Leg, leg_of, rank_wish
 from kvmesh.worker.runs import SequenceRun, TokenSource
 
 __all__ = ["ModelFacts", "Plan", "PlannedSequence", "Planner"]
@@ -165,6 +165,7 @@ class Planner:
             request, prompt_tokens=len(ids), max_seq_len=self._facts.max_seq_len, choice_index=spec.index
         )
         seed = spec.seed if leg.seed is None else leg.seed
+        wish = rank_wish(request.disaggregated_params, leg)
         generate = Generate(
             # Two callers may give the same id; inside the engine each sequence has its own.
             request_id=f"{request_id}-{spec.index}-{secrets.token_hex(4)}",
@@ -177,6 +178,8 @@ class Planner:
             cache_salt=request.cache_salt,
             retention=retention,
             conversation_id=conversation_id if spec.index == 0 else None,
+            dp_rank=wish.rank,
+            dp_matched_tokens=wish.matched_tokens,
             priority=request.priority or 0,
             deadline_s=self._timeout_s,
         )

@@ -1,4 +1,4 @@
-"""The HTTP face of one engine: OpenAI completions and chat, whole or as a leg, and what operators ask."""
+"""The HTTP face of a worker's engines: OpenAI completions and chat, whole or as a leg, and what operators ask."""
 
 from __future__ import annotations
 
@@ -31,19 +31,21 @@ from kvmesh.protocol.openai.requests import ApiKind, decode_request
 from kvmesh.protocol.openai.responses import encode
 from kvmesh.protocol.openai.service import ModelCard, ModelList
 from kvmesh.protocol.openai.sse import SSE_HEADERS, error_event
+from kvmesh.protocol.ranks import rank_instance_ids
 from kvmesh.protocol.sampling import SamplingParams
 from kvmesh.protocol.transfer import LedgerEvent
 from kvmesh.protocol.version import package_version
 from kvmesh.telemetry import get_logger
 from kvmesh.telemetry.tracing import Tracing
 from kvmesh.worker.answers import Answerer
-from kvmesh.worker.cache_metrics import CacheCollector
 from kvmesh.worker.conversations import ActiveConversations
-from kvmesh.worker.facts import load_of, member_of, server_info
+from kvmesh.worker.engine_metrics import collect_engines
+from kvmesh.worker.facts import load_of, member_of, server_info, stats_body
 from kvmesh.worker.kv_events import KvEventsRoute
 from kvmesh.worker.observations import Observations
 from kvmesh.worker.plans import ModelFacts, Plan, Planner
 from kvmesh.worker.preflight import check_model
+from kvmesh.worker.ranks import EngineGroup
 
 __all__ = ["WorkerFailedError", "WorkerService"]
 
@@ -90,7 +92,7 @@ class WorkerService(Service):
         self._tracing = Tracing.configure(name, instance_id=instance_id, otlp_endpoint=settings.otlp_endpoint)
         self._observations = Observations(self.metrics, self._tracing)
         self._coordinator: CoordinatorClient | None = None
-        self._engine: EngineClient | None = None
+        self._engine: EngineGroup | None = None
         self._planner: Planner | None = None
         self._answerer: Answerer | None = None
         self._facts = ModelFacts("", 0, 0)
@@ -103,8 +105,11 @@ class WorkerService(Service):
         self._failed = anyio.Event()
         self._leave = anyio.Event()
         self._engine_gone: anyio.Event | None = None
-        self.metrics.collect_statistics("kvmesh_engine", self._engine_statistics)
-        self.metrics.collect(CacheCollector(lambda: None if self._engine is None else self._engine.stats.cache))
+        collect_engines(
+            self.metrics,
+            self.settings.dp_size,
+            lambda rank: None if self._engine is None else self._engine.engines[rank].stats,
+        )
         routes = self.app.router
         routes.add_post("/v1/completions", self._completions)
         routes.add_post("/v1/chat/completions", self._chat)
@@ -124,11 +129,13 @@ class WorkerService(Service):
         source = await anyio.to_thread.run_sync(resolve_model, settings.model)
         await anyio.to_thread.run_sync(check_model, settings, source)
         tokenizer = await anyio.to_thread.run_sync(Tokenizer.from_source, source)
-        engine: EngineClient = await tasks.start(self._host_engine)
-        ready = engine.ready
-        self._facts = ModelFacts(settings.served_model_name or source.name, ready.max_seq_len, tokenizer.vocab_size)
+        engine: EngineGroup = await tasks.start(self._host_engine)
+        ranks = engine.ranks
+        max_seq_len = min(rank.max_seq_len for rank in ranks)
+        self._facts = ModelFacts(settings.served_model_name or source.name, max_seq_len, tokenizer.vocab_size)
         self._planner = Planner(engine, tokenizer, self._facts, settings.role, settings.request_timeout_s)
-        self._answerer = Answerer(tokenizer, ready.ctx_info_endpoint, self._observations.delta)
+        endpoints = [rank.ctx_info_endpoint for rank in ranks]
+        self._answerer = Answerer(tokenizer, endpoints, self._observations.delta)
         if settings.coordinator_url is not None:
             await self._join(tasks, settings.coordinator_url, url, engine)
         engine.on_ledger(self._forget_ended)
@@ -136,7 +143,8 @@ class WorkerService(Service):
         tasks.start_soon(self._watch_engine, engine)
         tasks.start_soon(self._end_when_failed)
         tasks.start_soon(self._watch_loop, engine)
-        _log.info("ready", model=self._facts.name, pages=ready.num_pages, transfer=ready.transfer_backend)
+        pages = sum(rank.num_pages for rank in ranks)
+        _log.info("ready", model=self._facts.name, pages=pages, transfer=ranks[0].transfer_backend, dp_size=engine.size)
 
     async def drain(self) -> None:
         """Tell the others first, then let what runs end."""
@@ -169,7 +177,7 @@ class WorkerService(Service):
         """What this worker tells the others with each heartbeat."""
         return Load() if self._engine is None else load_of(self._engine.stats, healthy=self._healthy)
 
-    async def _join(self, tasks: TaskGroup, coordinator_url: str, url: str, engine: EngineClient) -> None:
+    async def _join(self, tasks: TaskGroup, coordinator_url: str, url: str, engine: EngineGroup) -> None:
         coordinator = CoordinatorClient(coordinator_url)
         await coordinator.start(tasks)
         coordinator.subscribe(self._on_member_event(engine))
@@ -177,34 +185,36 @@ class WorkerService(Service):
         self.metrics.collect_statistics("kvmesh_worker", coordinator.statistics)
         # Peers have forgotten what an older life gave out; only a new engine signs with a new epoch.
         coordinator.announce(
-            member_of(self.settings, self._facts.name, engine.ready, epoch=engine.epoch, url=url),
+            member_of(self.settings, self._facts.name, engine.ranks, epoch=engine.epoch, url=url),
             self.load,
             on_epoch=lambda epoch: self._fail(f"the mesh took this worker for dead; its next life is epoch {epoch}"),
             on_fenced=lambda: self._fail("a newer process has taken this instance id"),
         )
         self._coordinator = coordinator
 
-    def _on_member_event(self, engine: EngineClient) -> Any:
+    def _on_member_event(self, engine: EngineGroup) -> Any:
         def hear(event: MemberEvent) -> None:
-            if event.kind in ("dead", "left") and event.member.instance_id != self.instance_id:
-                engine.peer_dead(event.member.instance_id, event.member.epoch)
+            member = event.member
+            if event.kind in ("dead", "left") and member.instance_id != self.instance_id:
+                for peer in rank_instance_ids(member.instance_id, member.dp_size):
+                    engine.peer_dead(peer, member.epoch)
 
         return hear
 
-    async def _host_engine(self, *, task_status: TaskStatus[EngineClient]) -> None:
-        """Own the engine from launch to end, in one task as its task group demands."""
+    async def _host_engine(self, *, task_status: TaskStatus[EngineGroup]) -> None:
+        """Own the engines from launch to end, in one task as their task group demands."""
         self._engine_gone = gone = anyio.Event()
         try:
-            async with EngineClient.launch(self.settings) as engine:
+            async with EngineGroup.launch(self.settings) as engine:
                 task_status.started(engine)
                 await self._leave.wait()
         finally:
             gone.set()
 
-    async def _watch_engine(self, engine: EngineClient) -> None:
+    async def _watch_engine(self, engine: EngineGroup) -> None:
         self._fail(f"the engine is dead: {await engine.wait_dead()}")
 
-    async def _watch_loop(self, engine: EngineClient) -> None:
+    async def _watch_loop(self, engine: EngineGroup) -> None:
         """Know whether the executor still turns, so that heartbeats tell the truth."""
         while True:
             await anyio.sleep(LOOP_CHECK_S)
@@ -317,38 +327,25 @@ class WorkerService(Service):
         return json_response(ModelList(data=[card] if self._facts.name else []))
 
     async def _health_generate(self, _request: web.Request) -> web.Response:
-        """Really generate one token."""
+        """Really generate one token, on every rank."""
         engine = self._running_engine()
-        probe = Generate(
-            request_id=f"health-{uuid.uuid4().hex}",
-            prompt_token_ids=bytes(4),
-            sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
-            deadline_s=PROBE_TIMEOUT_S,
-            probe=True,
-        )
         started_s = time.perf_counter()
-        tokens = 0
-        with anyio.move_on_after(PROBE_TIMEOUT_S):
-            async with contextlib.aclosing(engine.generate(probe)) as outputs:
-                async for output in outputs:
-                    tokens += len(output.token_ids)
-        if not tokens:
-            raise unavailable(f"The engine has not generated a token within {PROBE_TIMEOUT_S:g} s.", code="engine_busy")
+        tokens = sum(await engine.of_all(_generated_by))
         return json_response({"status": "ok", "tokens": tokens, "seconds": time.perf_counter() - started_s})
 
     async def _server_info(self, _request: web.Request) -> web.Response:
         engine = self._running_engine()
-        return json_response(server_info(self.settings, self._facts.name, engine.ready, epoch=engine.epoch))
+        return json_response(server_info(self.settings, self._facts.name, engine.ranks, epoch=engine.epoch))
 
     async def _version(self, _request: web.Request) -> web.Response:
         return json_response({"version": package_version()})
 
     async def _stats(self, _request: web.Request) -> web.Response:
-        return json_response(msgspec.structs.asdict(self._running_engine().stats))
+        engine = self._running_engine()
+        return json_response(stats_body([rank.stats for rank in engine.engines], engine.stats))
 
     async def _iteration_stats(self, _request: web.Request) -> web.Response:
-        records = self._running_engine().iterations
-        return json_response([records.popleft() for _ in range(len(records))])
+        return json_response(self._running_engine().drain_iterations())
 
     async def _perf_metrics(self, _request: web.Request) -> web.Response:
         return json_response(self._observations.drain_records())
@@ -356,14 +353,30 @@ class WorkerService(Service):
     async def _kv_cache_events(self, request: web.Request) -> web.StreamResponse:
         return await self._kv_events.answer(request, self._running_engine())
 
-    def _running_engine(self) -> EngineClient:
+    def _running_engine(self) -> EngineGroup:
         if self._engine is None:
             raise unavailable("The engine is still loading; try again in a moment.", code="loading", retry_after_s=2)
         return self._engine
 
-    def _engine_statistics(self) -> dict[str, float]:
-        if self._engine is None:
-            return {}
-        statistics = msgspec.structs.asdict(self._engine.stats)
-        del statistics["cache"]  # has metrics of its own
-        return statistics
+
+async def _generated_by(engine: EngineClient) -> int:
+    """Tokens that an engine has just generated for a probe.
+
+    Raises:
+        ApiError: 503, none within the time for it, or the engine is gone.
+    """
+    probe = Generate(
+        request_id=f"health-{uuid.uuid4().hex}",
+        prompt_token_ids=bytes(4),
+        sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+        deadline_s=PROBE_TIMEOUT_S,
+        probe=True,
+    )
+    tokens = 0
+    with anyio.move_on_after(PROBE_TIMEOUT_S):
+        async with contextlib.aclosing(engine.generate(probe)) as outputs:
+            async for output in outputs:
+                tokens += len(output.token_ids)
+    if not tokens:
+        raise unavailable(f"The engine has not generated a token within {PROBE_TIMEOUT_S:g} s.", code="engine_busy")
+    return tokens

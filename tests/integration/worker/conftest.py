@@ -152,7 +152,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
                 service = WorkerService(one)
                 url = await stack.enter_async_context(serving(service))
                 assert service._engine is not None
-                workers.append(Worker(url, http, service._engine.ready.pid))
+                workers.append(Worker(url, http, service._engine.ranks[0].pid))
             yield workers
 
     return serve

@@ -14,7 +14,7 @@ from kvmesh.engine.client import EngineClient
 from kvmesh.events.names import NamedRun, block_names
 from kvmesh.hashing import ReuseScope, as_token_ids, salt_id, v2_block_keys, v2_root
 from kvmesh.protocol.engine import KvEventsDrained
-from kvmesh.worker.kv_events import KvEventsRoute
+from kvmesh.worker.kv_events import EventBuffers, KvEventsRoute
 
 pytestmark = pytest.mark.slow
 
@@ -129,9 +129,9 @@ async def test_events_of_a_caller_who_left_go_to_the_next(
         requests: list[web.Request] = []
         answer = KvEventsRoute.answer
 
-        async def noted(self: KvEventsRoute, request: web.Request, engine: EngineClient) -> web.StreamResponse:
+        async def noted(self: KvEventsRoute, request: web.Request, engines: EventBuffers) -> web.StreamResponse:
             requests.append(request)
-            return await answer(self, request, engine)
+            return await answer(self, request, engines)
 
         monkeypatch.setattr(KvEventsRoute, "answer", noted)
         monkeypatch.setattr(EngineClient, "drain_kv_events", slow_drain)

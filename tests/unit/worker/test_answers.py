@@ -58,7 +58,7 @@ async def answer(engine: FakeEngine, body: dict[str, Any], role: str = "both") -
     tokenizer: Any = FakeTokenizer()
     planner = Planner(engine, tokenizer, ModelFacts("m", 100, 257), role, 5.0)
     plan = await planner.plan(request, "r")
-    answerer = Answerer(tokenizer, "tcp://ctx", lambda _sequence, _delta: None)
+    answerer = Answerer(tokenizer, ["tcp://ctx"], lambda _sequence, _delta: None)
     if request.stream:
         return [event async for event in answerer.events(plan)]
     return msgspec.json.decode(msgspec.json.encode(await answerer.whole(plan)))

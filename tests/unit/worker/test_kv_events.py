@@ -1,10 +1,10 @@
-"""``POST /kv_cache_events`` over an engine's buffer: who gets the events, and when they are forgotten."""
+"""``POST /kv_cache_events`` over the buffers of engines: who gets the events, and when they are forgotten."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -24,20 +24,26 @@ LARGE = 4000
 """Stored events whose JSON, some 8 MB, no socket takes at once."""
 
 
-class FakeEngine:
-    """The buffer of an engine, without the process around it."""
+class FakeEngines:
+    """The buffers of the ranks of a server, without the processes around them."""
 
-    def __init__(self) -> None:
-        self.buffer = EventBuffer(10_000)
-        self.confirmed: list[int] = []
+    def __init__(self, size: int = 1) -> None:
+        self.buffers = [EventBuffer(10_000) for _ in range(size)]
+        self.buffer = self.buffers[0]
+        self.confirmed: list[list[int]] = []
 
-    async def drain_kv_events(self, confirmed: int = 0) -> KvEventsDrained:
-        self.confirmed.append(confirmed)
-        return KvEventsDrained(0, *self.buffer.get_latest_events(confirmed=confirmed))
+    async def drain_kv_events(self, confirmed: Sequence[int]) -> list[KvEventsDrained]:
+        self.confirmed.append(list(confirmed))
+        known = dict(enumerate(confirmed))
+        return [
+            KvEventsDrained(0, *buffer.get_latest_events(confirmed=known.get(rank, 0)))
+            for rank, buffer in enumerate(self.buffers)
+        ]
 
-    def removed(self, *numbers: int) -> None:
-        self.buffer.extend(
-            KvCacheEvent(event_id=number, data=RemovedData([number]), window_size=1) for number in numbers
+    def removed(self, *numbers: int, rank: int = 0) -> None:
+        self.buffers[rank].extend(
+            KvCacheEvent(event_id=number, data=RemovedData([number]), window_size=1, attention_dp_rank=rank)
+            for number in numbers
         )
 
     def stored(self, count: int) -> None:
@@ -48,17 +54,17 @@ class FakeEngine:
 
 
 @pytest.fixture
-async def engine() -> FakeEngine:
-    return FakeEngine()
+async def engine() -> FakeEngines:
+    return FakeEngines()
 
 
 @asynccontextmanager
-async def serving(engine: FakeEngine, *, handler_cancellation: bool) -> AsyncIterator[int]:
+async def serving(engine: FakeEngines, *, handler_cancellation: bool) -> AsyncIterator[int]:
     route = KvEventsRoute()
 
     async def answer(request: web.Request) -> web.StreamResponse:
         try:
-            return await route.answer(request, engine)  # type: ignore[arg-type]
+            return await route.answer(request, engine)
         except ApiError as error:
             return web.Response(status=error.status)
 
@@ -93,7 +99,7 @@ def ids(events: list[dict[str, Any]]) -> list[int]:
     return [event["event_id"] for event in events]
 
 
-async def test_an_answer_confirms_the_one_before(engine: FakeEngine) -> None:
+async def test_an_answer_confirms_the_one_before(engine: FakeEngines) -> None:
     async with serving(engine, handler_cancellation=True) as port:
         assert await pull(port) == []
         engine.removed(0, 1)
@@ -101,13 +107,25 @@ async def test_an_answer_confirms_the_one_before(engine: FakeEngine) -> None:
         engine.removed(2)
         assert ids(await pull(port)) == [2]
         assert await pull(port) == []
-    assert engine.confirmed == [0, 0, 2, 3]
+    assert engine.confirmed == [[], [0], [2], [3]]
     assert engine.buffer.dropped_total == 0
+
+
+async def test_2_2_events_of_all_ranks_come_with_one_answer_and_are_confirmed_by_rank() -> None:
+    engines = FakeEngines(size=2)
+    async with serving(engines, handler_cancellation=True) as port:
+        engines.removed(0, 1, rank=1)
+        engines.removed(0)
+        events = await pull(port)
+        assert [(event["attention_dp_rank"], event["event_id"]) for event in events] == [(0, 0), (1, 0), (1, 1)]
+        engines.removed(1)
+        assert ids(await pull(port)) == [1]
+    assert engines.confirmed == [[], [1, 2]]
 
 
 @pytest.mark.parametrize("handler_cancellation", [False, True])
 async def test_events_of_a_caller_who_leaves_amid_the_answer_go_to_the_next(
-    engine: FakeEngine, handler_cancellation: bool
+    engine: FakeEngines, handler_cancellation: bool
 ) -> None:
     engine.stored(LARGE)
     async with serving(engine, handler_cancellation=handler_cancellation) as port:
@@ -120,7 +138,7 @@ async def test_events_of_a_caller_who_leaves_amid_the_answer_go_to_the_next(
 
 
 async def test_a_caller_who_does_not_read_holds_nobody_up_for_long(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_events, "TURN_S", 1.0)
     engine.stored(LARGE)
@@ -133,7 +151,7 @@ async def test_a_caller_who_does_not_read_holds_nobody_up_for_long(
         writer.close()
 
 
-async def test_a_turn_that_does_not_come_is_a_503(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_turn_that_does_not_come_is_a_503(engine: FakeEngines, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.stored(LARGE)
     async with serving(engine, handler_cancellation=True) as port:
         reader, writer = await ask(port)

@@ -1,0 +1,51 @@
+"""Prometheus metrics of a worker's engines: their statistics and their caches, by rank where there are several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+from prometheus_client.registry import Collector
+
+from kvmesh.protocol.cache_report import CacheReport
+from kvmesh.protocol.engine import EngineStats
+from kvmesh.telemetry.metrics import LabelledCollector, Metrics, StatisticsCollector
+from kvmesh.worker.cache_metrics import CacheCollector
+
+__all__ = ["RANK_LABEL", "collect_engines"]
+
+RANK_LABEL = "dp_rank"
+"""On every series of an engine whose server has several attention data-parallel ranks."""
+
+
+def collect_engines(metrics: Metrics, dp_size: int, read: Callable[[int], EngineStats | None]) -> None:
+    """Expose the engines of a server.
+
+    Args:
+        metrics: of the server.
+        dp_size: its attention data-parallel ranks.
+        read: gives the latest statistics of a rank; None while there is no engine.
+    """
+    for build in (_statistics, _cache):
+        ranks = {str(rank): build(read, rank) for rank in range(dp_size)}
+        metrics.collect(ranks["0"] if dp_size == 1 else LabelledCollector(RANK_LABEL, ranks))
+
+
+def _statistics(read: Callable[[int], EngineStats | None], rank: int) -> Collector:
+    def figures() -> Mapping[str, float]:
+        stats = read(rank)
+        if stats is None:
+            return {}
+        statistics = msgspec.structs.asdict(stats)
+        del statistics["cache"]  # has metrics of its own
+        return statistics
+
+    return StatisticsCollector("kvmesh_engine", figures)
+
+
+def _cache(read: Callable[[int], EngineStats | None], rank: int) -> Collector:
+    def report() -> CacheReport | None:
+        stats = read(rank)
+        return None if stats is None else stats.cache
+
+    return CacheCollector(report)
