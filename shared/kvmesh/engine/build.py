@@ -23,6 +23,7 @@ from kvmesh.engine.context_cap import context_kv_cap, has_context_workspace
 from kvmesh.engine.executor import Executor
 from kvmesh.engine.intake import Intake, IntakeLimits
 from kvmesh.engine.loop import EngineLoop
+from kvmesh.engine.offers import EarlyOffers
 from kvmesh.engine.outbox import Outbox
 from kvmesh.engine.pages import SequencePages
 from kvmesh.engine.plan import SchedulerLimits
@@ -221,7 +222,7 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
     addresses = [pool.address for pool in manager.pools]
     uses_scratch = settings.kv_cache_config.enable_swa_scratch_reuse
     scratch_groups = [group.group_id for group in layout.groups if uses_scratch and group.window is not None]
-    desk = None if transceiver is None else TransferDesk(transceiver, settings.cache_transceiver_config, waiter, clock)
+    desk = None if transceiver is None else _desk(settings, transceiver, layout, device, waiter, clock)
     executor = Executor(
         intake=Intake(limits, sampler, clock),
         scheduler=scheduler,
@@ -265,6 +266,7 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
         device=memory.name,
         pid=os.getpid(),
         ctx_info_endpoint=None if transceiver is None else transceiver.control_endpoint,
+        ctx_address=b"" if transceiver is None else transceiver.address,
         transfer_backend=None if transceiver is None else transceiver.backend_name,
         events_endpoint=events.endpoint,
         replay_endpoint=events.replay_endpoint,
@@ -359,6 +361,27 @@ def _transceiver(
     )
 
 
+def _desk(
+    settings: WorkerSettings,
+    transceiver: Transceiver,
+    layout: PageLayout,
+    device: torch.device,
+    waiter: LoopWaiter,
+    clock: Clock,
+) -> TransferDesk:
+    offers = EarlyOffers(
+        transceiver,
+        [group.window for group in layout.groups],
+        layout.tokens_per_block,
+        settle=(lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else _settled,
+    )
+    return TransferDesk(transceiver, settings.cache_transceiver_config, waiter, clock, offers)
+
+
+def _settled() -> None:
+    """On a CPU, what was computed is in the pages."""
+
+
 def _scheduler_limits(settings: WorkerSettings, model: CausalLM, layout: PageLayout) -> SchedulerLimits:
     cache = settings.kv_cache_config
     cap = cache.fp8_context_mla_kv_len_cap
@@ -398,4 +421,5 @@ def _limits(settings: WorkerSettings, model: CausalLM, cache: CacheManager, *, t
         chunked_prefill=settings.enable_chunked_prefill,
         max_queue=settings.max_queue,
         transfers=transfers,
+        pipelined=transfers and settings.cache_transceiver_config.enable_pipelined_transfer,
     )

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
+
 from kvmesh.engine.computing import ModelRunner, compute
 from kvmesh.engine.counters import EngineCounters
 from kvmesh.engine.deadlines import Deadlines
@@ -17,6 +19,7 @@ from kvmesh.engine.failures import (
     duplicate_request_id,
     duplicate_transfer_id,
     internal_error,
+    legs_differ,
     sampling_failed,
 )
 from kvmesh.engine.intake import Intake
@@ -31,9 +34,11 @@ from kvmesh.engine.transfers import TransferDesk
 from kvmesh.engine.upkeep import CacheUpkeep
 from kvmesh.net.clock import Clock
 from kvmesh.net.faults import FaultInjectedError, fault_point
+from kvmesh.protocol.disagg import CtxUsage
 from kvmesh.protocol.engine import FinishReason, Generate
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.sampling import TokenLogprob
+from kvmesh.protocol.transfer import Aux
 from kvmesh.telemetry import get_logger
 
 __all__ = ["Executor", "StepOutcome"]
@@ -106,8 +111,8 @@ class Executor:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for their first step or to go on, :attr:`num_suspended` included."""
-        return len(self._scheduler.waiting)
+        """Sequences that wait for their receiver, for their first step or to go on, :attr:`num_suspended` included."""
+        return len(self._scheduler.waiting) + (0 if self._desk is None else self._desk.offers.num_waiting)
 
     @property
     def num_suspended(self) -> int:
@@ -127,15 +132,19 @@ class Executor:
             if self._desk is not None and request.kind != "aggregated" and self._desk.knows(request.transfer_id):
                 raise duplicate_transfer_id(request.transfer_id)
             seq = self._intake.admit(request, self.num_waiting)
+            if waits_for_receiver := seq.kind == "context" and seq.generation_first:
+                assert self._desk is not None
+                self._desk.expect(seq)
         except ApiError as error:
             self._outbox.fail(request.request_id, error)
-            if self._desk is not None and (handoff := self._intake.handoff_of(request)) is not None:
-                self._desk.decline(request.transfer_id, handoff)
+            if self._desk is not None and (source := self._intake.source_of(request)) is not None:
+                self._desk.decline(request.transfer_id, source)
             return
         self._live[seq.request_id] = seq
         if seq.deadline_s is not None:
             self._deadlines.set(seq.request_id, seq.deadline_s)
-        self._scheduler.enqueue(seq)
+        if not waits_for_receiver:
+            self._scheduler.enqueue(seq)
 
     def abort(self, request_id: str) -> None:
         """Stop a sequence, or the transfer that a finished context request left behind; unknown ids are ignored."""
@@ -200,10 +209,14 @@ class Executor:
         if self._desk is None:
             return
         for end in self._desk.look():
-            if end.error is None:
-                self._received(end.seq)
-            else:
+            if end.error is not None:
                 self._fail(end.seq, end.error)
+            elif end.aux is not None:
+                self._received_first(end.seq, end.aux)
+            else:
+                self._received(end.seq)
+        for seq in self._desk.offers.take_claimed():
+            self._scheduler.enqueue(seq)
 
     def _expire(self) -> None:
         for request_id in self._deadlines.take_passed(self._clock.monotonic_s()):
@@ -243,6 +256,27 @@ class Executor:
         tokens = seq.history.output().tolist()
         self._emit(seq, tokens, None)
 
+    def _received_first(self, seq: Sequence, aux: Aux) -> None:
+        """Generation first: the prompt is here, and with it the first token; or that token has ended the answer."""
+        try:
+            self._intake.check_aux(aux)
+        except ApiError as error:
+            self._fail(seq, error)
+            return
+        if not aux.finished:
+            self._pages.receive(seq)
+        seq.ctx_address = b""
+        seq.phase = Phase.RUNNING
+        seq.timings.first_token_ns = self._clock.unix_ns()
+        seq.ctx_usage = CtxUsage(prompt_tokens=aux.prompt_tokens, cached_tokens=aux.cached_tokens)
+        [token] = aux.first_tokens
+        seq.history.append(token)
+        seq.params = msgspec.structs.replace(seq.params, seed=aux.seed)
+        seq.state = self._sampler.state(seq.params, seq.history)
+        self._emit(seq, [token], aux.first_logprobs or None)
+        if aux.finished and seq.phase is not Phase.FINISHED:
+            self._fail(seq, legs_differ())
+
     def _compute(self, chunks: list[Chunk]) -> None:
         for done in compute(self._runner, self._sampler, chunks):
             if done.sampled is None:
@@ -253,6 +287,9 @@ class Executor:
                 if not chunk.seq.is_decoding and not chunk.seq.probe:
                     self.counters.prefilled_tokens += chunk.length
                 self._pages.advance(chunk.seq, chunk.length)
+                if chunk.seq.pipelined and not chunk.sample:
+                    assert self._desk is not None
+                    self._desk.offers.chunk_done(chunk.seq, chunk.start, chunk.start + chunk.length)
             for chunk, choice in done.sampled:
                 self._take_token(chunk.seq, choice)
 
@@ -283,11 +320,15 @@ class Executor:
         self, seq: Sequence, token_ids: list[int], reason: FinishReason, logprobs: list[TokenLogprob] | None = None
     ) -> None:
         handoff = b""
-        if reason == "not_finished":
+        offered_first = seq.kind == "context" and seq.generation_first and reason != "cancelled"
+        if reason == "not_finished" or offered_first:
             assert self._desk is not None
             try:
                 fault_point("engine.before_handoff")
-                handoff = self._desk.send(seq)
+                if offered_first:
+                    self._desk.offer(seq, _aux_of(seq, token_ids, reason, logprobs))
+                else:
+                    handoff = self._desk.send(seq)
             except ApiError as error:
                 self._fail(seq, error)
                 return
@@ -307,8 +348,10 @@ class Executor:
         if seq.phase is Phase.RECEIVING and self._desk is not None:
             self._desk.cancel(seq.transfer_id)
             trusted = False  # Its pages may be half written; the transfer's lease outlives the cache.
-        elif seq.handoff is not None and self._desk is not None:
-            self._desk.decline(seq.transfer_id, seq.handoff)
+        elif seq.awaits_transfer and self._desk is not None:
+            self._desk.decline(seq.transfer_id, seq.handoff or seq.ctx_address)
+        elif self._desk is not None and seq.transfer_id in self._desk.offers:
+            self._desk.cancel(seq.transfer_id)
         self._scheduler.remove(seq)
         if seq.cache is not None:
             if trusted:
@@ -318,3 +361,14 @@ class Executor:
         seq.phase = Phase.FINISHED
         self._deadlines.drop(seq.request_id)
         del self._live[seq.request_id]
+
+
+def _aux_of(seq: Sequence, token_ids: list[int], reason: FinishReason, logprobs: list[TokenLogprob] | None) -> Aux:
+    return Aux(
+        first_tokens=token_ids,
+        seed=seq.params.seed,
+        prompt_tokens=seq.history.prompt_length,
+        cached_tokens=seq.num_cached or 0,
+        first_logprobs=logprobs or [],
+        finished=reason != "not_finished",
+    )

@@ -11,6 +11,7 @@ __all__ = [
     "duplicate_request_id",
     "duplicate_transfer_id",
     "internal_error",
+    "legs_differ",
     "sampling_failed",
 ]
 
@@ -45,6 +46,16 @@ def sampling_failed() -> ApiError:
     return bad_request(
         "The request's sampling parameters leave no token to choose; loosen its penalties, biases or stop ids.",
         code="sampling_failed",
+    )
+
+
+def legs_differ() -> ApiError:
+    """502: the context server ended the answer with its first token, and by this leg's parameters it goes on."""
+    return ApiError(
+        502,
+        "The context server took the first token for the last; send both legs with the same sampling parameters.",
+        type="server_error",
+        code="legs_differ",
     )
 
 

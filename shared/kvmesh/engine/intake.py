@@ -20,6 +20,7 @@ from kvmesh.protocol.disagg import HandOff
 from kvmesh.protocol.engine import Generate, RequestTimings
 from kvmesh.protocol.errors import ApiError, bad_request
 from kvmesh.protocol.sampling import MAX_TEMPERATURE, REPETITION_PENALTIES, SamplingParams
+from kvmesh.protocol.transfer import Aux
 from kvmesh.protocol.version import PROTOCOL_VERSION
 from kvmesh.transceiver.slices import pipelining_obstacle
 
@@ -114,14 +115,39 @@ class Intake:
             timings=RequestTimings(arrived_ns=self._clock.unix_ns()),
         )
 
-    def handoff_of(self, request: Generate) -> HandOff | None:
-        """The hand-off that came with a request, if it can be read; for declining it when the request is refused."""
+    def source_of(self, request: Generate) -> HandOff | bytes | None:
+        """Where a generation request wants its prompt from, if it says so; for declining it when it is refused.
+
+        That is the hand-off that came with it; generation first, the address of the context server.
+        """
         if request.kind != "generation":
             return None
+        if request.generation_first:
+            return request.ctx_address or None
         try:
             return self._handoff_decoder.decode(request.handoff)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return None
+
+    def check_aux(self, aux: Aux) -> None:
+        """Check the tokens that came with a prompt; how many there are was checked on arrival.
+
+        Raises:
+            ApiError: 502, one is outside the vocabulary.
+        """
+        entries = aux.first_logprobs
+        ids = [
+            *aux.first_tokens,
+            *(entry.token_id for entry in entries),
+            *(one for entry in entries for one, _ in entry.top),
+        ]
+        if not all(0 <= token < self.limits.vocab_size for token in ids):
+            raise ApiError(
+                502,
+                "The context server's first token is outside the vocabulary.",
+                type="server_error",
+                code="bad_first_token",
+            )
 
     def _prompt(self, request: Generate) -> TokenArray:
         data = request.prompt_token_ids

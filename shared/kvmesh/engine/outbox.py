@@ -56,6 +56,7 @@ class Outbox:
                 prompt_tokens=seq.history.prompt_length,
                 cached_tokens=seq.num_cached or 0,
                 handoff=handoff,
+                ctx_usage=seq.ctx_usage,
                 timings=seq.timings if finish is not None else None,
             )
         )

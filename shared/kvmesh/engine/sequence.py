@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvmesh.engine.sampler_state import SamplerState
 from kvmesh.engine.tokens import TokenHistory
-from kvmesh.protocol.disagg import HandOff
+from kvmesh.protocol.disagg import CtxUsage, HandOff
 from kvmesh.protocol.engine import RequestKind, RequestTimings
 from kvmesh.protocol.retention import RetentionConfig
 from kvmesh.protocol.sampling import SamplingParams
@@ -79,6 +79,8 @@ class Sequence:
     """Whether its pages in the slowest tier were asked for while it was queued."""
     in_statistics: bool = False
     """Whether a step of it was computed: then the cache's statistics know its prompt, however often it starts anew."""
+    ctx_usage: CtxUsage | None = None
+    """Generation first, generation kind: usage as the context server counted it, once the prompt is here."""
     num_cached: int | None = None
     """Prompt tokens found in the local cache when first scheduled; None before."""
     timings: RequestTimings = field(default_factory=RequestTimings)

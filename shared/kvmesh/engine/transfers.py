@@ -7,17 +7,20 @@ asked may go away at any time; the transceiver keeps the lease until every reade
 from __future__ import annotations
 
 import contextlib
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvmesh.config import CacheTransceiverConfig
+from kvmesh.engine.offers import EarlyOffers
 from kvmesh.engine.sequence import Sequence
 from kvmesh.engine.waiting import LoopWaiter
 from kvmesh.hashing import v2_partial_key, v2_root
 from kvmesh.net.clock import Clock
 from kvmesh.protocol.disagg import HandOff
 from kvmesh.protocol.errors import ApiError, bad_request
+from kvmesh.protocol.transfer import Aux
 from kvmesh.transceiver import (
     CANCEL_REPEAT_S,
+    PageLease,
     TicketError,
     Transceiver,
     TransferFailure,
@@ -34,10 +37,12 @@ _RETRY_AFTER_S = 1
 
 
 class TransferEnd(NamedTuple):
-    """A received prompt is here (``error`` is None), or will not come."""
+    """A received prompt is here (``error`` is None) or will not come; or nobody takes one that is being computed."""
 
     seq: Sequence
     error: ApiError | None
+    aux: Aux | None = None
+    """Generation first: what the context server said with the prompt."""
 
 
 class TransferDesk:
@@ -48,12 +53,19 @@ class TransferDesk:
         config: for the idle wait and for messages.
         waiter: bounds those waits.
         clock: for time stamps.
+        offers: the context side of generation-first requests.
     """
 
     def __init__(
-        self, transceiver: Transceiver, config: CacheTransceiverConfig, waiter: LoopWaiter, clock: Clock
+        self,
+        transceiver: Transceiver,
+        config: CacheTransceiverConfig,
+        waiter: LoopWaiter,
+        clock: Clock,
+        offers: EarlyOffers,
     ) -> None:
         self.transceiver = transceiver
+        self.offers = offers
         self._config = config
         self._waiter = waiter
         self._clock = clock
@@ -110,7 +122,34 @@ class TransferDesk:
 
     def knows(self, transfer_id: int) -> bool:
         """Whether a transfer with this id is open at this engine."""
-        return transfer_id in self._receiving or transfer_id in self._sending or transfer_id in self._cancelling
+        return (
+            transfer_id in self._receiving
+            or transfer_id in self._sending
+            or transfer_id in self._cancelling
+            or transfer_id in self.offers
+        )
+
+    def expect(self, seq: Sequence) -> None:
+        """Generation first: keep a context request until its receiver has asked for the prompt.
+
+        Raises:
+            ApiError: 400, a transfer with this id is open already.
+        """
+        try:
+            self.offers.expect(seq, _prompt_digest(seq))
+        except ValueError as error:
+            message = f"The request cannot wait for its receiver: {error}."
+            raise bad_request(message, param="disaggregated_params") from error
+
+    def offer(self, seq: Sequence, aux: Aux) -> None:
+        """Generation first: the prompt is computed; send what has not been sent of it, and ``aux``.
+
+        Raises:
+            ApiError: 503, the receiver is gone.
+        """
+        if not self.offers.prompt_done(seq, aux):
+            raise _cancelled_by_peer("generation")
+        self._sending[seq.transfer_id] = seq.request_id
 
     def send(self, seq: Sequence) -> bytes:
         """Offer the pages of a finished prompt; returns the hand-off for the generation server.
@@ -145,12 +184,9 @@ class TransferDesk:
             ApiError: the hand-off is not accepted (403), or is for another prompt or does not fit (400).
         """
         assert seq.cache is not None
-        assert seq.handoff is not None
         lease = seq.cache.hold(seq.history.prompt_length)
         try:
-            size = self.transceiver.request_and_receive(
-                seq.transfer_id, seq.request_id, seq.handoff, lease, first_missing_blocks, _prompt_digest(seq)
-            )
+            size = self._request(seq, lease, first_missing_blocks)
         except TicketError:
             lease.release()
             raise
@@ -162,10 +198,34 @@ class TransferDesk:
         seq.timings.transfer_start_ns = self._clock.unix_ns()
         self._receiving[seq.transfer_id] = seq, size
 
-    def decline(self, transfer_id: int, handoff: HandOff) -> None:
-        """Let the context server have its pages back: nobody will ask for them here."""
+    def _request(self, seq: Sequence, lease: PageLease, first_missing_blocks: list[int]) -> TransferSize:
+        digest = _prompt_digest(seq)
+        if seq.handoff is None:
+            return self.transceiver.claim_and_receive(
+                seq.transfer_id,
+                seq.request_id,
+                seq.ctx_address,
+                lease,
+                first_missing_blocks,
+                seq.history.prompt_length,
+                digest,
+            )
+        return self.transceiver.request_and_receive(
+            seq.transfer_id, seq.request_id, seq.handoff, lease, first_missing_blocks, digest
+        )
+
+    def decline(self, transfer_id: int, source: HandOff | bytes) -> None:
+        """Tell the context server that nobody will ask for these pages here.
+
+        Args:
+            transfer_id: of the transfer.
+            source: its hand-off; generation first, the address of the context server.
+        """
         with contextlib.suppress(TicketError):  # Then there is nothing that this engine may decline.
-            self.transceiver.decline(transfer_id, handoff)
+            if isinstance(source, HandOff):
+                self.transceiver.decline(transfer_id, source)
+            else:
+                self.transceiver.decline_claim(transfer_id, source)
 
     def look(self) -> list[TransferEnd]:
         """What has ended since the last look; called in every iteration, idle ones too, and never waits.
@@ -183,6 +243,7 @@ class TransferDesk:
 
     def cancel(self, transfer_id: int) -> None:
         """Stop a transfer in either direction; its pages return once the peer is quiet."""
+        self.offers.take(transfer_id)
         self._receiving.pop(transfer_id, None)
         self._sending.pop(transfer_id, None)
         # It may have ended in a wait, and its sequence have been aborted before the next look.
@@ -197,25 +258,32 @@ class TransferDesk:
     def _settle(self, poll: TransferPoll) -> list[TransferEnd]:
         ends = [self._end(transfer_id, None) for transfer_id in poll.completed]
         ends += [self._end(failure.id, _failure(failure)) for failure in poll.failed]
-        ends += [self._end(transfer_id, _cancelled_by_peer()) for transfer_id in poll.cancelled]
+        ends += [self._end(transfer_id, self._cancelled(transfer_id)) for transfer_id in poll.cancelled]
         ends += [self._expire(transfer_id) for transfer_id in poll.timed_out]
         return [end for end in ends if end is not None]
 
     def _expire(self, transfer_id: int) -> TransferEnd | None:
-        end = self._end(transfer_id, self._timeout())
+        is_waiting = transfer_id in self.offers
+        end = self._end(transfer_id, self._no_receiver() if is_waiting else self._timeout())
         self.cancel(transfer_id)
         return end
 
     def _end(self, transfer_id: int, error: ApiError | None) -> TransferEnd | None:
         self._sending.pop(transfer_id, None)
+        if (seq := self.offers.take(transfer_id)) is not None:
+            return TransferEnd(seq, error)
         incoming = self._receiving.pop(transfer_id, None)
         if incoming is None:
             return None  # An outgoing one, or cancelled here before: nobody waits for it.
         seq, size = incoming
         seq.timings.transfer_end_ns = self._clock.unix_ns()
-        if error is None:
-            seq.timings.transfer_pages, seq.timings.transfer_bytes = size
-        return TransferEnd(seq, error)
+        if error is not None:
+            return TransferEnd(seq, error)
+        seq.timings.transfer_pages, seq.timings.transfer_bytes = size
+        return TransferEnd(seq, None, self.transceiver.take_aux(transfer_id))
+
+    def _cancelled(self, transfer_id: int) -> ApiError:
+        return _cancelled_by_peer("generation" if transfer_id in self.offers else "context")
 
     def _timeout(self) -> ApiError:
         return ApiError(
@@ -224,6 +292,16 @@ class TransferDesk:
             "send the request again.",
             type="service_unavailable_error",
             code="kv_transfer_timeout",
+            retry_after_s=_RETRY_AFTER_S,
+        )
+
+    def _no_receiver(self) -> ApiError:
+        return ApiError(
+            503,
+            "No generation server has asked for this prompt within kv_transfer_timeout_ms "
+            f"({self._config.kv_transfer_timeout_ms} ms); send the request again.",
+            type="service_unavailable_error",
+            code="kv_receiver_timeout",
             retry_after_s=_RETRY_AFTER_S,
         )
 
@@ -239,10 +317,10 @@ def _failure(failure: TransferFailure) -> ApiError:
     return ApiError(failure.status, failure.message, type=kind, code=failure.code, retry_after_s=again_s)
 
 
-def _cancelled_by_peer() -> ApiError:
+def _cancelled_by_peer(peer: Literal["context", "generation"]) -> ApiError:
     return ApiError(
         503,
-        "The context server cancelled the transfer of the KV cache; send the request again.",
+        f"The {peer} server cancelled the transfer of the KV cache; send the request again.",
         type="service_unavailable_error",
         code="kv_transfer_cancelled",
         retry_after_s=_RETRY_AFTER_S,

@@ -13,7 +13,7 @@ import msgspec
 
 from kvmesh.cache.layout import PageLayout
 from kvmesh.net.clock import Clock
-from kvmesh.protocol.disagg import HandOff
+from kvmesh.protocol.disagg import ContextAddress, HandOff
 from kvmesh.protocol.transfer import (
     CancelSession,
     ControlMessage,
@@ -25,6 +25,7 @@ from kvmesh.protocol.transfer import (
     ResultAck,
     TransferResult,
 )
+from kvmesh.transceiver.claims import sign
 from kvmesh.transceiver.control import Control, Route
 from kvmesh.transceiver.handshake import Handshake, Introduction
 from kvmesh.transceiver.integrity import PageChecksums
@@ -73,6 +74,7 @@ class Transceiver:
         self._workers = PeerWorkers("kvmesh-transfer")
         pool_of_group = [group.pool for group in layout.groups]
         self._introduction = Introduction(key, plane.name, digest, summary)
+        self._addresses = Signer(cluster_secret, "address")
         engine = LocalEngine(
             key=key,
             pools=pools,
@@ -109,6 +111,13 @@ class Transceiver:
     def control_endpoint(self) -> str:
         """Where generation engines reach this one, e.g. ``tcp://127.0.0.1:41234``."""
         return self._control.endpoint
+
+    @property
+    def address(self) -> bytes:
+        """:attr:`control_endpoint` and who listens there, signed: for generation engines that ask first."""
+        mine = self._introduction.key
+        here = ContextAddress(control_endpoint=self.control_endpoint, instance_id=mine.instance_id, epoch=mine.epoch)
+        return sign(self._addresses, here)
 
     # The context side.
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvmesh.config import CacheTransceiverConfig
+from kvmesh.engine.offers import EarlyOffers
 from kvmesh.engine.sampler import Sampler
 from kvmesh.engine.sequence import Sequence
 from kvmesh.engine.tokens import TokenHistory
@@ -19,6 +20,7 @@ from kvmesh.net.clock import ManualClock
 from kvmesh.protocol.disagg import HandOff
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.sampling import SamplingParams
+from kvmesh.protocol.transfer import Aux
 from kvmesh.transceiver import TicketError, TransferFailure, TransferPoll, TransferSize
 
 HANDOFF = HandOff(ticket=b"t", control_endpoint="tcp://h:1", instance_id="c", epoch=1, layout_digest="d", seed=0)
@@ -35,6 +37,7 @@ class ScriptedTransceiver:
         self.context = NOTHING
         self.generation = NOTHING
         self.undrained: set[int] = set()
+        self.auxes: dict[int, Aux] = {}
         self.overdue: list[int] = []
         self.has_tracked_transfers = False
         self.awaits_quiet = False
@@ -71,6 +74,9 @@ class ScriptedTransceiver:
         poll, self.generation = self.generation, NOTHING
         return poll
 
+    def take_aux(self, transfer_id: int) -> Aux | None:
+        return self.auxes.pop(transfer_id, None)
+
     def sweep_timeouts(self) -> list[int]:
         self.calls.append("sweep")
         overdue, self.overdue = self.overdue, []
@@ -104,7 +110,8 @@ def clock() -> ManualClock:
 @pytest.fixture
 def desk(transceiver: ScriptedTransceiver, clock: ManualClock) -> TransferDesk:
     config = CacheTransceiverConfig(kv_transfer_timeout_ms=2000)
-    return TransferDesk(transceiver, config, LoopWaiter(None, clock), clock)  # type: ignore[arg-type]
+    offers = EarlyOffers(transceiver, [None], 8, settle=lambda: None)  # type: ignore[arg-type]
+    return TransferDesk(transceiver, config, LoopWaiter(None, clock), clock, offers)  # type: ignore[arg-type]
 
 
 def sequence(transfer_id: int, kind: Any = "generation", first: int = 0, scope: ReuseScope = UNSCOPED) -> Sequence:
@@ -130,7 +137,7 @@ def test_a_received_prompt_is_reported_once(desk: TransferDesk, transceiver: Scr
     assert desk.num_receiving == 1
     assert desk.look() == []
     transceiver.generation = TransferPoll([1], [], [], [])
-    assert desk.look() == [(seq, None)]
+    assert desk.look() == [(seq, None, None)]
     assert (seq.timings.transfer_pages, seq.timings.transfer_bytes) == (3, 1536)
     assert desk.num_receiving == 0
     assert desk.look() == []
@@ -269,7 +276,7 @@ def test_a_prompt_on_its_way_is_waited_for(desk: TransferDesk, transceiver: Scri
     assert desk.wait(1.0, blocked=False)
     assert transceiver.calls == [("generation", 1)]
     transceiver.has_tracked_transfers = False
-    assert desk.look() == [(seq, None)]
+    assert desk.look() == [(seq, None, None)]
     assert desk.look() == []
 
 
