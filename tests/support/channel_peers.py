@@ -1,0 +1,212 @@
+"""Channels in processes of their own, driven by a test; the child is ``python channel_peers.py SOCKET BACKEND NAME``."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import suppress
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from kvmesh.transceiver.channels.base import Region
+from kvmesh.transceiver.planes.base import MoveControl, MoveStoppedError, PlaneError
+from kvmesh.transceiver.types import PeerKey
+
+__all__ = ["ChannelPeer"]
+
+REGION_BYTES = 64 << 20
+ANSWER_S = 60.0
+CONNECT_S = 5.0
+_ERRORS = {"PlaneError": PlaneError, "MoveStoppedError": MoveStoppedError}
+
+
+class ChannelPeer:
+    """One engine's channel in a child process.
+
+    Methods of :class:`Channel` are called with :meth:`call`, or with :meth:`start` to go on meanwhile. Beside them:
+    ``wait`` and ``cancel`` (of an expectation's number, which ``expect`` returns), ``control`` (a new
+    :class:`MoveControl`'s number, which ``send`` and ``wait`` take), ``stop``, ``abandon``, ``fill`` and ``read``
+    (``"send"`` or ``"receive"``, an offset, and bytes or a length), ``processor_s``.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        name: str,
+        *,
+        epoch: int = 1,
+        prefix: tuple[str, ...] = (),
+        region_bytes: int = REGION_BYTES,
+        **env: str,
+    ) -> None:
+        self.key = PeerKey(name, epoch)
+        self._directory = tempfile.TemporaryDirectory(prefix="kvm-ch-")
+        path = str(Path(self._directory.name) / "s")
+        with Listener(path) as listener:
+            argv = [*prefix, sys.executable, __file__, path, backend, str(self.key), str(region_bytes)]
+            self.process = subprocess.Popen(argv, env={**os.environ, **env}, stdin=subprocess.DEVNULL)
+            answer: Future[Connection] = Future()
+            threading.Thread(target=lambda: answer.set_result(listener.accept()), daemon=True).start()
+            self._connection = answer.result(ANSWER_S)
+        self._numbers = itertools.count()
+        self._waiting: dict[int, Future[Any]] = {-1: Future()}
+        self._lock = threading.Lock()
+        started = self._waiting[-1]
+        threading.Thread(target=self._read, daemon=True).start()
+        try:
+            self.pid: int = started.result(ANSWER_S)
+            self.descriptor: bytes = self.call("describe")
+        except BaseException:
+            self.end()
+            raise
+
+    def start(self, method: str, *args: Any) -> Future[Any]:
+        """Call without waiting."""
+        future: Future[Any] = Future()
+        with self._lock:
+            number = next(self._numbers)
+            self._waiting[number] = future
+            self._connection.send((number, method, args))
+        return future
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call and wait."""
+        return self.start(method, *args).result(ANSWER_S)
+
+    def attach(self, other: ChannelPeer, side: str) -> None:
+        """This engine is ``side`` for ``other``."""
+        self.call("attach", other.key, other.descriptor, side)
+
+    def kill(self) -> None:
+        """End the process as a crash would."""
+        os.kill(self.pid, 9)
+        self.process.wait(ANSWER_S)
+
+    def end(self) -> None:
+        """End the process, if it still runs, and forget it."""
+        with suppress(OSError):
+            self.start("exit")
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(10)
+        self._connection.close()
+        self._directory.cleanup()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                number, failed, value = self._connection.recv()
+            except (EOFError, OSError, TypeError):
+                break
+            future = self._waiting.pop(number)
+            if failed:
+                kind, text = value
+                future.set_exception(_ERRORS.get(kind, RuntimeError)(text))
+            else:
+                future.set_result(value)
+        for future in list(self._waiting.values()):
+            future.set_exception(EOFError("the process has ended"))
+
+
+class _Child:
+    def __init__(self, backend: str, name: str, region_bytes: int) -> None:
+        self._memory: dict[str, memoryview] = {}
+        regions = {}
+        for which in ("send", "receive"):
+            fd = os.memfd_create(f"kvmesh-test-{which}", os.MFD_CLOEXEC)
+            os.truncate(fd, region_bytes)
+            mapped = mmap.mmap(fd, region_bytes)
+            self._memory[which] = memoryview(mapped)
+            address = importlib.import_module("numpy").frombuffer(mapped, dtype="uint8").ctypes.data
+            regions[which] = Region(address, region_bytes, fd)
+        module = importlib.import_module(f"kvmesh.transceiver.channels.{backend}")
+        self.channel = module.create(
+            regions["send"], regions["receive"], name=name, bind_host="127.0.0.1", connect_timeout_s=CONNECT_S
+        )
+        self._controls: dict[int, MoveControl] = {}
+        self._incoming: dict[int, Any] = {}
+        self._numbers = itertools.count()
+
+    def control(self) -> int:
+        self._controls[number := next(self._numbers)] = MoveControl()
+        return number
+
+    def stop(self, control: int) -> None:
+        self._controls[control].stop()
+
+    def abandon(self, control: int) -> None:
+        self._controls[control].abandon()
+
+    def expect(self, *args: Any) -> int:
+        self._incoming[number := next(self._numbers)] = self.channel.expect(*args)
+        return number
+
+    def wait(self, incoming: int, control: int | None = None) -> None:
+        self._incoming[incoming].wait(MoveControl() if control is None else self._controls[control])
+
+    def cancel(self, incoming: int) -> bool:
+        return self._incoming[incoming].cancel()
+
+    def send(self, peer: Any, tag: int, src: int, dst: int, nbytes: int, control: int | None = None) -> None:
+        stopper = MoveControl() if control is None else self._controls[control]
+        self.channel.send(peer, tag, src, dst, nbytes, stopper)
+
+    def fill(self, which: str, offset: int, data: bytes) -> None:
+        self._memory[which][offset : offset + len(data)] = data
+
+    def read(self, which: str, offset: int, nbytes: int) -> bytes:
+        return bytes(self._memory[which][offset : offset + nbytes])
+
+    def processor_s(self) -> float:
+        return time.process_time()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.channel, name)
+
+
+def _serve(connection: Connection, backend: str, name: str, region_bytes: int) -> None:
+    writing = threading.Lock()
+
+    def answer(number: int, failed: bool, value: Any) -> None:
+        with writing, suppress(OSError):
+            connection.send((number, failed, value))
+
+    def run(number: int, method: str, args: tuple[Any, ...]) -> None:
+        try:
+            value = getattr(child, method)(*args)
+        except Exception as error:
+            answer(number, True, (type(error).__name__, str(error)))
+        else:
+            answer(number, False, value)
+
+    try:
+        child = _Child(backend, name, region_bytes)
+    except Exception as error:
+        answer(-1, True, (type(error).__name__, str(error)))
+        return
+    answer(-1, False, os.getpid())
+    while True:
+        try:
+            number, method, args = connection.recv()
+        except (EOFError, OSError):
+            break
+        if method == "exit":
+            break
+        threading.Thread(target=run, args=(number, method, args), daemon=True).start()
+    child.channel.close()
+
+
+if __name__ == "__main__":
+    _serve(Client(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    os._exit(0)
