@@ -12,15 +12,18 @@ from aiohttp import web
 from anyio.abc import TaskGroup
 
 from kvmesh.coordinator.cluster import WORKERS_PREFIX, MinimalInstances, cluster_info
+from kvmesh.coordinator.etcd import EtcdClient
 from kvmesh.coordinator.ledger import TransferLedger
 from kvmesh.coordinator.registry import EpochsUsedUpError, FencedError, MemberRegistry, UnknownMemberError
+from kvmesh.coordinator.state import CoordinatorState
 from kvmesh.coordinator.storage import MemoryStore
 from kvmesh.coordinator.storage_faces import StorageFaces
+from kvmesh.coordinator.succession import Standing, Succession
 from kvmesh.net.clock import Clock
-from kvmesh.net.http import json_response, read_json
-from kvmesh.net.service import Service
-from kvmesh.protocol.errors import ApiError, bad_request
-from kvmesh.protocol.members import Heartbeat, Registration, WatchReply
+from kvmesh.net.http import OPEN_PATHS, Handler, json_response, read_json
+from kvmesh.net.service import Health, Service
+from kvmesh.protocol.errors import ApiError, bad_request, unavailable
+from kvmesh.protocol.members import Heartbeat, Life, MemberEvent, Registration, WatchReply
 from kvmesh.protocol.transfer import LedgerEvent, TransferState
 from kvmesh.telemetry import get_logger
 
@@ -40,6 +43,10 @@ MAX_SWEEP_S = 1.0
 _log = get_logger("coordinator")
 
 
+class _MovedError(Exception):
+    """Another coordinator answers for this one; the argument is its URL."""
+
+
 class CoordinatorService(Service):
     """Membership, ledger and storage behind HTTP.
 
@@ -50,6 +57,10 @@ class CoordinatorService(Service):
         store: TensorRT-LLM's cluster storage.
         minimal: what makes ``/cluster_info`` say ready.
         drain_s: what requests that have begun get when the service stops.
+        etcd: where the state is kept beside this process; None keeps it in memory only.
+        cluster: namespace of the keys in etcd.
+        etcd_lease_s: seconds after which another coordinator at the same etcd takes over from a silent one.
+        advertise_url: where others send members to while this one leads; None: where it serves.
     """
 
     def __init__(
@@ -61,31 +72,56 @@ class CoordinatorService(Service):
         *,
         minimal: MinimalInstances | None = None,
         drain_s: float = 1.0,
+        etcd: EtcdClient | None = None,
+        cluster: str = "",
+        etcd_lease_s: float = 5.0,
+        advertise_url: str | None = None,
     ) -> None:
-        super().__init__("coordinator", drain_s=drain_s)
+        super().__init__("coordinator", middleware=[self._only_leading], drain_s=drain_s)
         self._clock = clock
         self._registry = registry
         self._ledger = ledger
         self._store = store
         self._minimal = minimal or MinimalInstances()
         self._changed = anyio.Event()
-        self._seen_revision = registry.revision
         self._watchers = 0
+        self._advertise_url = advertise_url
+        self._succession: Succession | None = None
+        if etcd is not None:
+            state = CoordinatorState(registry, ledger, store)
+            self._succession = Succession(
+                etcd, clock, state, cluster=cluster, ttl_s=etcd_lease_s, on_deposed=self._wake
+            )
+        registry.on_event = self._heard
         self.app.router.add_post("/members", self._register)
         self.app.router.add_get("/members", self._members)
         self.app.router.add_get("/members/watch", self._watch)
         self.app.router.add_post("/members/{instance_id}/heartbeat", self._heartbeat)
+        self.app.router.add_post("/members/{instance_id}/met", self._met)
         self.app.router.add_delete("/members/{instance_id}", self._deregister)
         self.app.router.add_post("/transfers", self._record)
         self.app.router.add_get("/transfers", self._transfers)
         self.app.router.add_get("/transfers/{transfer_id}", self._transfer)
         self.app.router.add_get("/cluster_info", self._cluster_info)
-        StorageFaces(store).add_routes(self.app.router)
+        StorageFaces(store, active=self._is_active, stored=self._stored).add_routes(self.app.router)
         self.metrics.collect_statistics("kvmesh_coordinator", self.statistics)
 
-    async def start(self, tasks: TaskGroup, url: str) -> None:  # noqa: ARG002 - a coordinator need not know its URL
-        """Begin to sweep."""
+    async def start(self, tasks: TaskGroup, url: str) -> None:
+        """Take over what is stored, and begin to sweep."""
+        if self._succession is not None:
+            await self._succession.begin(tasks, self._advertise_url or url)
         tasks.start_soon(self._sweep_forever)
+
+    async def stop(self) -> None:
+        """Let another coordinator lead."""
+        if self._succession is not None:
+            await self._succession.resign()
+
+    def health(self) -> Health:
+        """Healthy also without etcd, which the detail says."""
+        if self._succession is None:
+            return Health(True)
+        return Health(self._succession.standing is not Standing.STARTING, self._succession.detail)
 
     async def drain(self) -> None:
         """Answer the watchers, so that none of them holds up the end."""
@@ -101,7 +137,34 @@ class CoordinatorService(Service):
             **{f"ledger_{name}": value for name, value in ledger.items()},
             **{f"storage_{name}": value for name, value in self._store.statistics().items()},
             "watchers": self._watchers,
+            **(self._succession.statistics() if self._succession is not None else {}),
         }
+
+    def _is_active(self) -> bool:
+        return self._succession is None or self._succession.active
+
+    async def _only_leading(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Send members to the coordinator that leads."""
+        try:
+            if request.path not in OPEN_PATHS:
+                self._check_leading()
+            return await handler(request)
+        except _MovedError as moved:
+            return json_response({}, 307, {"Location": f"{moved}{request.path_qs}"})
+
+    def _check_leading(self) -> None:
+        succession = self._succession
+        if succession is None or succession.active:
+            return
+        if succession.standing is Standing.FOLLOWING and succession.leader_url:
+            raise _MovedError(succession.leader_url)
+        raise unavailable("This coordinator does not know yet who leads; try again.", code="starting")
+
+    async def _stored(self) -> None:
+        """Before an answer: what it confirms survives this process, unless etcd is away."""
+        if self._succession is not None:
+            await self._succession.stored()
+            self._check_leading()
 
     async def _register(self, request: web.Request) -> web.Response:
         member = (await read_json(request, Registration)).member
@@ -116,8 +179,10 @@ class CoordinatorService(Service):
                 f"No epoch is left above that of {member.instance_id}; use another instance_id.",
                 param="member.instance_id",
             ) from None
+        except FencedError:
+            raise _fenced(member.instance_id, member.epoch) from None
         _log.info("member registered", instance_id=member.instance_id, role=member.role, epoch=reply.epoch)
-        self._announce()
+        await self._stored()
         return json_response(reply)
 
     async def _heartbeat(self, request: web.Request) -> web.Response:
@@ -130,12 +195,15 @@ class CoordinatorService(Service):
                 404, f"No member {instance_id} is registered here; register again.", code="unknown_member"
             ) from None
         except FencedError:
-            raise ApiError(
-                409,
-                f"A newer life of {instance_id} has registered; this one (epoch {heartbeat.epoch}) must stop.",
-                code="fenced",
-            ) from None
-        self._announce()
+            raise _fenced(instance_id, heartbeat.epoch) from None
+        return json_response({})
+
+    async def _met(self, request: web.Request) -> web.Response:
+        instance_id = request.match_info["instance_id"]
+        epoch = (await read_json(request, Life)).epoch
+        if self._registry.met(instance_id, epoch):
+            _log.warning("a later life of a member is known elsewhere", instance_id=instance_id, epoch=epoch)
+        await self._stored()
         return json_response({})
 
     async def _deregister(self, request: web.Request) -> web.Response:
@@ -143,7 +211,7 @@ class CoordinatorService(Service):
         if not self._registry.deregister(instance_id, _int_query(request, "epoch", 0)):
             raise ApiError(404, f"No member {instance_id} with this epoch.", code="unknown_member")
         _log.info("member left", instance_id=instance_id)
-        self._announce()
+        await self._stored()
         return json_response({})
 
     async def _members(self, _request: web.Request) -> web.Response:
@@ -159,6 +227,7 @@ class CoordinatorService(Service):
             with anyio.move_on_after(timeout_s):
                 while not (reply.events or reply.reset or self.draining):
                     await self._changed.wait()
+                    self._check_leading()
                     reply = self._changes(incarnation, revision)
         finally:
             self._watchers -= 1
@@ -169,6 +238,7 @@ class CoordinatorService(Service):
 
     async def _record(self, request: web.Request) -> web.Response:
         self._ledger.record(await read_json(request, list[LedgerEvent]))
+        await self._stored()
         return json_response({})
 
     async def _transfers(self, request: web.Request) -> web.Response:
@@ -195,24 +265,27 @@ class CoordinatorService(Service):
         interval_s = min(MAX_SWEEP_S, self._registry.lease_s * SWEEP_FRACTION)
         while True:
             await self._clock.sleep(interval_s)
+            if not self._is_active():
+                continue
             for member in self._registry.sweep():
                 _log.warning("member died: its lease expired", instance_id=member.instance_id, epoch=member.epoch)
             await self._store.sweep()
-            self._announce()
 
-    def _announce(self) -> None:
-        """Wake the watchers and close the transfers of whoever died, if the membership has changed."""
-        if self._registry.revision == self._seen_revision:
-            return
-        for event in self._registry.changes(self._registry.incarnation, self._seen_revision).events:
-            if event.kind == "dead":
-                self._ledger.member_died(event.member.instance_id, event.member.epoch)
-        self._seen_revision = self._registry.revision
+    def _heard(self, event: MemberEvent) -> None:
+        """The membership has changed: tell the watchers, and close the transfers of whoever died."""
+        if event.kind == "dead":
+            self._ledger.member_died(event.member.instance_id, event.member.epoch)
         self._wake()
 
     def _wake(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
+
+
+def _fenced(instance_id: str, epoch: int) -> ApiError:
+    return ApiError(
+        409, f"A newer life of {instance_id} has registered; this one (epoch {epoch}) must stop.", code="fenced"
+    )
 
 
 def _is_http(url: str) -> bool:

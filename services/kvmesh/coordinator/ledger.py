@@ -8,7 +8,7 @@ that was heard of is final; one that is not and is past its deadline is *stuck*.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from heapq import nlargest
 from typing import NamedTuple
 
@@ -69,6 +69,8 @@ class TransferLedger:
     def __init__(self, clock: Clock, *, max_transfers: int = DEFAULT_MAX_TRANSFERS) -> None:
         if max_transfers < 1:
             raise ValueError("max_transfers must be at least 1")
+        self.on_touched: Callable[[int], None] = _ignored
+        """Hears of every transfer that has changed or is forgotten."""
         self._clock = clock
         self._max_transfers = max_transfers
         # Two queues in order of their last change: what is open, and what may be forgotten first.
@@ -103,6 +105,32 @@ class TransferLedger:
             record.updated_unix_ms = now_ms
             self._settle(record)
         return len({record.transfer_id for record, _ in orphaned})
+
+    def restore(self, record: TransferRecord) -> bool:
+        """Take in an open transfer that was stored by an earlier coordinator.
+
+        Returns:
+            Whether it is news; what this ledger has heard of it itself counts more.
+        """
+        if record.transfer_id in self._open or record.transfer_id in self._finished or not record.sides:
+            return False
+        self._settle(record)
+        self._evict()
+        return True
+
+    def open_transfer(self, transfer_id: int) -> TransferRecord | None:
+        """A transfer that is not finished, as it is kept here: not to be changed."""
+        return self._open.get(transfer_id)
+
+    def open_ids(self) -> list[int]:
+        """The transfers that are not finished."""
+        return list(self._open)
+
+    def forget_all(self) -> None:
+        """Begin anew: another coordinator has taken over."""
+        self._open.clear()
+        self._finished.clear()
+        self._counts.clear()
 
     def get(self, transfer_id: int) -> TransferRecord | None:
         """One transfer, or None when it was never heard of or is forgotten."""
@@ -180,6 +208,7 @@ class TransferLedger:
         self._counts[record.state] += 1
         finished = all(side.state in FINAL_STATES for side in record.sides)
         (self._finished if finished else self._open)[record.transfer_id] = record
+        self.on_touched(record.transfer_id)
 
     def _evict(self) -> None:
         while len(self._open) + len(self._finished) > self._max_transfers:
@@ -189,6 +218,7 @@ class TransferLedger:
             else:
                 _, record = self._open.popitem(last=False)
                 self._evicted_open += 1
+                self.on_touched(record.transfer_id)
             self._counts[record.state] -= 1
 
     def _stuck(self) -> list[TransferRecord]:
@@ -209,6 +239,10 @@ class TransferLedger:
     @property
     def _now_ms(self) -> int:
         return self._clock.unix_ns() // 1_000_000
+
+
+def _ignored(_transfer_id: int) -> None:
+    """Nobody wants to know."""
 
 
 def _update(side: TransferSide, event: LedgerEvent) -> None:

@@ -6,6 +6,7 @@ import secrets
 
 from kvmesh.config import CoordinatorSettings, NotSupportedYetError
 from kvmesh.coordinator.app import CoordinatorService
+from kvmesh.coordinator.etcd import EtcdClient
 from kvmesh.coordinator.ledger import TransferLedger
 from kvmesh.coordinator.registry import MemberRegistry
 from kvmesh.coordinator.storage import MemoryStore
@@ -17,7 +18,7 @@ __all__ = ["build", "run"]
 
 
 def build(settings: CoordinatorSettings, clock: Clock | None = None) -> CoordinatorService:
-    """A coordinator with an empty memory.
+    """A coordinator that has not started: its memory is empty.
 
     Raises:
         NotSupportedYetError: the settings ask for API keys, which members could not present.
@@ -31,7 +32,17 @@ def build(settings: CoordinatorSettings, clock: Clock | None = None) -> Coordina
         clock, lease_s=settings.lease_s, incarnation=secrets.token_hex(8), history=settings.history_max
     )
     ledger = TransferLedger(clock, max_transfers=settings.ledger_max)
-    return CoordinatorService(clock, registry, ledger, MemoryStore(clock), drain_s=settings.drain_s)
+    return CoordinatorService(
+        clock,
+        registry,
+        ledger,
+        MemoryStore(clock),
+        drain_s=settings.drain_s,
+        etcd=EtcdClient(settings.etcd_endpoints) if settings.etcd_endpoints else None,
+        cluster=settings.cluster_name,
+        etcd_lease_s=settings.etcd_lease_s,
+        advertise_url=settings.advertise_url,
+    )
 
 
 def run(settings: CoordinatorSettings) -> None:

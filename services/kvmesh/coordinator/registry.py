@@ -2,15 +2,17 @@
 
 Epochs order the lives of one instance id. A process may propose its epoch (a start time, say), and keeps it for as
 long as it lives: registering again with the same epoch, after a coordinator restart or a lost answer, is the same
-life. Anything else under a known id is a new life: it gets a higher epoch and the older one is announced dead.
+life. A later one, or one that leaves the choice to the coordinator, is a new life: the older one is announced dead. An
+earlier one is fenced. What is remembered of an id that is gone is its :class:`Past`.
 Epochs that the coordinator chooses are milliseconds since 1970, so that they grow across its own restarts too.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -25,13 +27,13 @@ from kvmesh.protocol.members import (
     WatchReply,
 )
 
-__all__ = ["EpochsUsedUpError", "FencedError", "MemberRegistry", "UnknownMemberError"]
+__all__ = ["EpochsUsedUpError", "FencedError", "MemberRegistry", "Past", "UnknownMemberError"]
 
 DEFAULT_HISTORY = 4096
 """Changes kept for watchers; one that falls further behind gets the whole membership instead."""
 
-MAX_BURIED = 16_384
-"""Last epochs remembered of members that are gone. Forgetting one is harmless unless clocks went back."""
+MAX_PASTS = 16_384
+"""Instance ids whose past is remembered. Forgetting one is harmless unless clocks went back."""
 
 
 class UnknownMemberError(LookupError):
@@ -44,6 +46,31 @@ class FencedError(Exception):
 
 class EpochsUsedUpError(ValueError):
     """A life of this instance id has taken the highest epoch that there is: no other can follow it."""
+
+
+class Past(NamedTuple):
+    """Which lives of one instance id are over."""
+
+    dead: int = 0
+    """The latest life that is known to have ended, and with it every earlier one."""
+    floor: int = 0
+    """A life that somebody has met: every earlier one is over. It may itself still live."""
+
+    def merged(self, other: Past) -> Past:
+        """What both know."""
+        return Past(max(self.dead, other.dead), max(self.floor, other.floor))
+
+    def permits(self, epoch: int) -> bool:
+        """Whether the life with this epoch may be alive."""
+        return epoch > self.dead and epoch >= self.floor
+
+    @property
+    def latest(self) -> int:
+        """The latest life that anybody knows of."""
+        return max(self.dead, self.floor)
+
+
+_NO_PAST = Past()
 
 
 @dataclass(slots=True)
@@ -66,10 +93,14 @@ class MemberRegistry:
         self.incarnation = incarnation
         self.lease_s = lease_s
         self.revision = 0
+        self.on_event: Callable[[MemberEvent], None] = _ignored
+        """Hears of every change at once."""
+        self.on_touched: Callable[[str], None] = _ignored
+        """Hears of every instance id whose member or past has changed."""
         self._clock = clock
         self._started_s = self._swept_s = clock.monotonic_s()
         self._entries: dict[str, _Entry] = {}
-        self._buried: OrderedDict[str, int] = OrderedDict()
+        self._pasts: OrderedDict[str, Past] = OrderedDict()
         self._history: deque[MemberEvent] = deque(maxlen=history)
         self._counts = {"joined": 0, "left": 0, "dead": 0, "fenced": 0}
 
@@ -78,10 +109,14 @@ class MemberRegistry:
 
         Raises:
             EpochsUsedUpError: no epoch is left for another life of this id.
+            FencedError: a later life of this id is a member.
         """
         entry = self._entries.get(member.instance_id)
         if entry is not None and member.epoch == entry.member.epoch:
             self._renew(entry, member)
+        elif entry is not None and 0 < member.epoch < entry.member.epoch:
+            self._counts["fenced"] += 1
+            raise FencedError(member.instance_id)
         else:
             self._admit(member, entry)
         return RegistrationReply(
@@ -117,6 +152,65 @@ class MemberRegistry:
             return False
         self._remove(entry, "left")
         return True
+
+    def met(self, instance_id: str, epoch: int) -> bool:
+        """Somebody knows this life of an instance: every earlier one is over, whatever this registry believed.
+
+        Returns:
+            Whether that was news.
+        """
+        if self.past(instance_id).latest >= epoch or self.epoch_of(instance_id) >= epoch:
+            return False
+        self.recall(instance_id, Past(floor=epoch))
+        return True
+
+    def recall(self, instance_id: str, past: Past) -> None:
+        """Learn which lives of an instance are over; a member that is one of them is announced dead."""
+        merged = self.past(instance_id).merged(past)
+        entry = self._entries.get(instance_id)
+        if entry is not None and not merged.permits(entry.member.epoch):
+            self._remove(entry, "dead")
+            merged = merged.merged(self.past(instance_id))
+        if merged != self.past(instance_id):
+            self._remember(instance_id, merged)
+
+    def restore(self, member: Member) -> bool:
+        """Take in a member that was stored by an earlier coordinator, with a whole lease.
+
+        Returns:
+            Whether it is news: not when its life is over, or known, or superseded.
+        """
+        if self.epoch_of(member.instance_id) >= member.epoch or not self.past(member.instance_id).permits(member.epoch):
+            return False
+        self._admit(member, self._entries.get(member.instance_id))
+        return True
+
+    def forget_all(self, incarnation: str) -> None:
+        """Begin a new life without members or past: another coordinator has taken over."""
+        self.incarnation = incarnation
+        self.revision = 0
+        self._started_s = self._swept_s = self._clock.monotonic_s()
+        self._entries.clear()
+        self._pasts.clear()
+        self._history.clear()
+
+    def member(self, instance_id: str) -> Member | None:
+        """The living member of this id."""
+        entry = self._entries.get(instance_id)
+        return None if entry is None else entry.member
+
+    def epoch_of(self, instance_id: str) -> int:
+        """The epoch of the living member of this id, -1 where there is none."""
+        entry = self._entries.get(instance_id)
+        return -1 if entry is None else entry.member.epoch
+
+    def past(self, instance_id: str) -> Past:
+        """What is over of this id."""
+        return self._pasts.get(instance_id, _NO_PAST)
+
+    def pasts(self) -> list[str]:
+        """The ids of which something is over."""
+        return list(self._pasts)
 
     def sweep(self) -> list[Member]:
         """Bury the members whose lease has run out; called a few times per lease.
@@ -179,12 +273,16 @@ class MemberRegistry:
         }
 
     def _admit(self, member: Member, older: _Entry | None) -> None:
-        last = self._buried.get(member.instance_id, 0) if older is None else older.member.epoch
-        if last >= MAX_EPOCH:
-            raise EpochsUsedUpError(member.instance_id)
+        past = self.past(member.instance_id)
+        if older is not None:
+            past = past.merged(Past(dead=older.member.epoch))
+        epoch = member.epoch
+        if not (epoch and past.permits(epoch)):
+            if past.latest >= MAX_EPOCH:
+                raise EpochsUsedUpError(member.instance_id)
+            epoch = max(past.latest + 1, self._clock.unix_ns() // 1_000_000)
         if older is not None:
             self._remove(older, "dead")
-        epoch = member.epoch if member.epoch > last else max(last + 1, self._clock.unix_ns() // 1_000_000)
         entry = _Entry(msgspec.structs.replace(member, epoch=epoch), self._clock.monotonic_s() + self.lease_s)
         self._entries[member.instance_id] = entry
         self._record("joined", entry.member)
@@ -198,17 +296,28 @@ class MemberRegistry:
     def _remove(self, entry: _Entry, kind: Literal["left", "dead"]) -> None:
         member = entry.member
         del self._entries[member.instance_id]
-        self._buried[member.instance_id] = member.epoch
-        self._buried.move_to_end(member.instance_id)
-        if len(self._buried) > MAX_BURIED:
-            self._buried.popitem(last=False)
+        self._remember(member.instance_id, self.past(member.instance_id).merged(Past(dead=member.epoch)))
         self._record(kind, member)
+
+    def _remember(self, instance_id: str, past: Past) -> None:
+        self._pasts[instance_id] = past
+        self._pasts.move_to_end(instance_id)
+        self.on_touched(instance_id)
+        if len(self._pasts) > MAX_PASTS:
+            self.on_touched(self._pasts.popitem(last=False)[0])
 
     def _record(self, kind: Literal["joined", "updated", "left", "dead"], member: Member) -> None:
         self.revision += 1
         if kind != "updated":
             self._counts[kind] += 1
-        self._history.append(MemberEvent(revision=self.revision, kind=kind, member=member))
+        event = MemberEvent(revision=self.revision, kind=kind, member=member)
+        self._history.append(event)
+        self.on_touched(member.instance_id)
+        self.on_event(event)
+
+
+def _ignored(_what: object) -> None:
+    """Nobody wants to know."""
 
 
 def _without_superseded(newest_first: list[MemberEvent]) -> list[MemberEvent]:

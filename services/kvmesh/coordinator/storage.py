@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -16,7 +16,7 @@ import anyio
 
 from kvmesh.net.clock import Clock
 
-__all__ = ["KeyValueStore", "MemoryStore", "StoreFullError", "Watch", "WatchEvent", "WatchEventType"]
+__all__ = ["KeyValueStore", "MemoryStore", "StoreFullError", "StoredItem", "Watch", "WatchEvent", "WatchEventType"]
 
 NO_TTL = -1
 """A key that lives until it is deleted."""
@@ -111,7 +111,15 @@ class KeyValueStore(Protocol):
 @dataclass(slots=True)
 class _Item:
     value: str
+    ttl_s: float | None
     expires_s: float | None
+
+
+class StoredItem(NamedTuple):
+    """A value and how long it lives after it was last set or renewed; None: until it is deleted."""
+
+    value: str
+    ttl_s: float | None
 
 
 class MemoryStore:
@@ -123,6 +131,8 @@ class MemoryStore:
     """
 
     def __init__(self, clock: Clock, *, max_keys: int = MAX_KEYS) -> None:
+        self.on_touched: Callable[[str], None] = _ignored
+        """Hears of every key that has changed."""
         self._clock = clock
         self._max_keys = max_keys
         self._items: dict[str, _Item] = {}
@@ -135,8 +145,7 @@ class MemoryStore:
             return False
         if existing is None and len(self._items) >= self._max_keys:
             raise StoreFullError(f"the store holds {self._max_keys} keys already")
-        self._items[key] = _Item(value, self._clock.monotonic_s() + ttl_s if ttl_s > 0 else None)
-        self._notify(key, value, WatchEventType.SET)
+        self._put(key, value, ttl_s if ttl_s > 0 else None)
         return True
 
     async def get(self, key: str) -> str | None:
@@ -149,7 +158,8 @@ class MemoryStore:
         item = self._live(key)
         if item is None:
             return False
-        item.expires_s = self._clock.monotonic_s() + ttl_s
+        item.ttl_s, item.expires_s = ttl_s, self._clock.monotonic_s() + ttl_s
+        self.on_touched(key)
         return True
 
     async def delete(self, key: str) -> bool:
@@ -176,6 +186,30 @@ class MemoryStore:
             self._drop(key)
         return len(expired)
 
+    def restore(self, key: str, item: StoredItem) -> bool:
+        """Take in a key that was stored by an earlier coordinator, with its whole time to live.
+
+        Returns:
+            Whether it is news; a key that is known here counts more.
+        """
+        if key in self._items or len(self._items) >= self._max_keys:
+            return False
+        self._put(key, item.value, item.ttl_s)
+        return True
+
+    def item(self, key: str) -> StoredItem | None:
+        """A key as it is kept here, expired or not."""
+        item = self._items.get(key)
+        return None if item is None else StoredItem(item.value, item.ttl_s)
+
+    def stored_keys(self) -> list[str]:
+        """Every key that is kept."""
+        return list(self._items)
+
+    def forget_all(self) -> None:
+        """Begin anew: another coordinator has taken over. Watches hear of no deletion, for there was none."""
+        self._items.clear()
+
     @contextmanager
     def watch(self, prefix: str) -> Iterator[Watch]:
         """Collect the changes under ``prefix`` for the length of a ``with`` block."""
@@ -197,13 +231,22 @@ class MemoryStore:
             return None
         return item
 
+    def _put(self, key: str, value: str, ttl_s: float | None) -> None:
+        self._items[key] = _Item(value, ttl_s, None if ttl_s is None else self._clock.monotonic_s() + ttl_s)
+        self._notify(key, value, WatchEventType.SET)
+
     def _drop(self, key: str) -> None:
         self._notify(key, self._items.pop(key).value, WatchEventType.DELETE)
 
     def _notify(self, key: str, value: str, type: WatchEventType) -> None:
+        self.on_touched(key)
         for watch in self._watches:
             if key.startswith(watch.prefix):
                 watch.push(WatchEvent(key, value, type))
+
+
+def _ignored(_key: str) -> None:
+    """Nobody wants to know."""
 
 
 def _expired(item: _Item, now_s: float) -> bool:

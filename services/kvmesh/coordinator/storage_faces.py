@@ -6,6 +6,7 @@ does not and listing an empty prefix are all 400. ``GET /watch`` is ours: one JS
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anyio
@@ -33,10 +34,20 @@ class _SetRequest(msgspec.Struct):
 
 
 class StorageFaces:
-    """Routes over a store."""
+    """Routes over a store.
 
-    def __init__(self, store: MemoryStore) -> None:
+    Args:
+        store: the store.
+        active: whether this process answers for it; watches of one that does not are ended.
+        stored: waits, before a change is confirmed, until it survives this process.
+    """
+
+    def __init__(
+        self, store: MemoryStore, *, active: Callable[[], bool], stored: Callable[[], Awaitable[None]]
+    ) -> None:
         self._store = store
+        self._active = active
+        self._stored = stored
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
         """Add ``/set``, ``/get``, ``/expire``, ``/delete``, ``/get_prefix`` and ``/watch``."""
@@ -58,6 +69,7 @@ class StorageFaces:
             )
         except StoreFullError as error:
             raise ApiError(507, f"{error}; delete keys or give them a ttl.", code="storage_full") from None
+        await self._stored()
         return _result(done)
 
     async def _get(self, request: web.Request) -> web.Response:
@@ -69,10 +81,14 @@ class StorageFaces:
             ttl_s = float(text)
         except ValueError:
             raise bad_request("ttl must be a number of seconds.", param="ttl") from None
-        return _result(await self._store.expire(key, ttl_s))
+        renewed = await self._store.expire(key, ttl_s)
+        await self._stored()
+        return _result(renewed)
 
     async def _delete(self, request: web.Request) -> web.Response:
-        return _result(await self._store.delete(_query(request, "key")))
+        deleted = await self._store.delete(_query(request, "key"))
+        await self._stored()
+        return _result(deleted)
 
     async def _get_prefix(self, request: web.Request) -> web.Response:
         keys_only = request.query.get("keys_only", "").lower() in {"1", "true", "yes"}
@@ -83,7 +99,7 @@ class StorageFaces:
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         with self._store.watch(prefix) as watch:
             await response.prepare(request)
-            while True:
+            while self._active():
                 lines = b"\n"
                 with anyio.move_on_after(WATCH_IDLE_S):
                     lines = b"".join(
@@ -91,6 +107,8 @@ class StorageFaces:
                         for event in await watch.drain()
                     )
                 await response.write(lines)
+        await response.write_eof()
+        return response
 
 
 def _query(request: web.Request, name: str) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvmesh.config.endpoints import Port
+from kvmesh.config.endpoints import EtcdEndpoints, HttpUrl, Port
 from kvmesh.config.service import Seconds, ServiceSettings
 
 __all__ = ["CoordinatorSettings"]
@@ -23,3 +23,13 @@ class CoordinatorSettings(ServiceSettings):
     """Transfers remembered; the oldest finished ones are forgotten first."""
     history_max: Annotated[int, Field(gt=0)] = 10_000
     """Membership changes remembered for watchers; one that fell further behind gets the whole list."""
+    etcd_endpoints: EtcdEndpoints = ()
+    """Members of an etcd cluster, ``HOST:PORT``, ``etcd://HOST:PORT``, ``http://`` or ``https://``, as a list or with
+    commas between. Members and open transfers are kept there, so that they survive the coordinator, and a second one
+    with the same list takes over when the first is gone. Unset: in memory only."""
+    cluster_name: Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9._-]*$")] = ""
+    """Namespace in etcd: coordinators of different meshes may share a cluster."""
+    etcd_lease_s: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 5.0
+    """Seconds after which another coordinator at the same etcd takes over from a silent one."""
+    advertise_url: HttpUrl | None = None
+    """Where other coordinators send members to while this one leads; unset: the address that it binds."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
-__all__ = ["MAX_PORT", "HttpUrl", "Port", "ZmqEndpoint", "tcp_port", "with_tcp_port"]
+__all__ = ["MAX_PORT", "EtcdEndpoints", "HttpUrl", "HttpUrls", "Port", "ZmqEndpoint", "tcp_port", "with_tcp_port"]
 
 MAX_PORT = 65_535
 
@@ -23,6 +23,20 @@ def _normalise_url(url: str) -> str:
     return full.rstrip("/")
 
 
+def _normalise_urls(urls: str) -> str:
+    return ",".join(_normalise_url(url.strip()) for url in urls.split(","))
+
+
+def _etcd_list(value: Any) -> Any:
+    """A list, or one string with commas between; ``etcd://`` is how TensorRT-LLM writes etcd's HTTP address."""
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, (list, tuple)):
+        return value
+    return tuple(
+        item.strip().replace("etcd://", "http://", 1) if isinstance(item, str) else item for item in items if item
+    )
+
+
 def _check_zmq(endpoint: str) -> str:
     if not endpoint.startswith(_ZMQ_TRANSPORTS):
         raise ValueError(f"{endpoint!r} is not a ZeroMQ endpoint; write tcp://HOST:PORT")
@@ -31,6 +45,12 @@ def _check_zmq(endpoint: str) -> str:
 
 HttpUrl = Annotated[str, AfterValidator(_normalise_url)]
 """Base URL of an HTTP face without a trailing slash; ``host:port`` is taken as ``http://host:port``."""
+
+HttpUrls = Annotated[str, AfterValidator(_normalise_urls)]
+"""One :data:`HttpUrl`, or several with commas between, of which any will do."""
+
+EtcdEndpoints = Annotated[tuple[HttpUrl, ...], BeforeValidator(_etcd_list)]
+"""Base URLs of the members of an etcd cluster."""
 
 ZmqEndpoint = Annotated[str, AfterValidator(_check_zmq)]
 """A ZeroMQ endpoint: ``tcp://``, ``ipc://`` or ``inproc://``."""

@@ -13,6 +13,7 @@ __all__ = [
     "Count",
     "Epoch",
     "Heartbeat",
+    "Life",
     "Load",
     "Member",
     "MemberEvent",
@@ -71,6 +72,9 @@ class Member(msgspec.Struct, kw_only=True):
     max_seq_len: Count = 0
     dp_size: Count = 1
     ctx_info_endpoint: Address | None = None
+    ctx_addresses: list[Address] = []
+    """Base64 of signed :class:`kvmesh.protocol.disagg.ContextAddress`, by attention data-parallel rank: whom a
+    generation-first leg asks for the prompt. Empty: it moves no pages, or its engine knows only context first."""
     transfer_backend: Name | None = None
     events_endpoint: Address | None = None
     replay_endpoint: Address | None = None
@@ -107,6 +111,12 @@ class Heartbeat(msgspec.Struct, kw_only=True):
     epoch: Epoch
     load: Load
     draining: bool = False
+
+
+class Life(msgspec.Struct, kw_only=True):
+    """``POST /members/{instance_id}/met``: a life that the sender knows, so that no earlier one is taken for alive."""
+
+    epoch: Epoch
 
 
 class MemberEvent(msgspec.Struct, kw_only=True):

@@ -1,0 +1,254 @@
+"""etcd through the JSON gateway of its v3 API: the few calls that a coordinator needs, each with a bounded time."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
+
+import anyio
+import msgspec
+
+from kvmesh.net.client import HttpClient, PeerUnreachableError
+from kvmesh.protocol.errors import ApiError
+
+__all__ = ["EtcdClient", "EtcdError", "Guard", "KeyValue"]
+
+T = TypeVar("T")
+
+PAGE_KEYS = 1000
+"""Keys read in one answer."""
+
+_LEASE_NOT_FOUND = 404
+
+
+class EtcdError(ConnectionError):
+    """No endpoint answered in time, or etcd refused; the state that it holds is as it was, or as it was asked to be."""
+
+
+class KeyValue(NamedTuple):
+    """One key as etcd holds it."""
+
+    value: bytes
+    mod_revision: int
+    """The revision of its last change; grows with every change of anything in the store."""
+
+
+class Guard(NamedTuple):
+    """What must hold for a change to be made: ``key`` was last changed in ``mod_revision`` (0: it does not exist)."""
+
+    key: str
+    mod_revision: int
+
+
+class _Header(msgspec.Struct):
+    revision: int = 0
+
+
+class _Pair(msgspec.Struct):
+    key: bytes = b""
+    value: bytes = b""
+    mod_revision: int = 0
+
+
+class _Range(msgspec.Struct):
+    kvs: list[_Pair] = []
+    more: bool = False
+
+
+class _Committed(msgspec.Struct):
+    header: _Header = msgspec.field(default_factory=_Header)
+    succeeded: bool = False
+
+
+class _Lease(msgspec.Struct):
+    ID: int = 0
+    TTL: int = 0
+
+
+class _KeptAlive(msgspec.Struct):
+    result: _Lease = msgspec.field(default_factory=_Lease)
+
+
+class _Watched(msgspec.Struct):
+    events: list[dict[str, Any]] = []
+    canceled: bool = False
+
+
+class _WatchLine(msgspec.Struct):
+    result: _Watched = msgspec.field(default_factory=_Watched)
+
+
+class EtcdClient:
+    """A client of one etcd cluster; use as an async context manager.
+
+    Every call asks the endpoint that answered last, then each of the others once.
+
+    Args:
+        endpoints: base URLs of the cluster's members.
+        timeout_s: bound of one exchange with one endpoint.
+    """
+
+    def __init__(self, endpoints: Sequence[str], *, timeout_s: float = 2.0) -> None:
+        if not endpoints:
+            raise ValueError("at least one etcd endpoint is needed")
+        self._endpoints = [endpoint.rstrip("/") for endpoint in endpoints]
+        self._timeout_s = timeout_s
+        self._http = HttpClient(timeout_s=timeout_s)
+        self._current = 0
+
+    async def __aenter__(self) -> Self:
+        """Open the pool of connections."""
+        await self._http.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close it."""
+        await self._http.__aexit__(exc_type, exc, traceback)
+
+    @property
+    def endpoint(self) -> str:
+        """The endpoint that is asked first."""
+        return self._endpoints[self._current]
+
+    async def get(self, key: str) -> KeyValue | None:
+        """One key, or None where there is none.
+
+        Raises:
+            EtcdError: no answer.
+        """
+        found = (await self._call("/v3/kv/range", {"key": _coded(key)}, _Range)).kvs
+        return KeyValue(found[0].value, found[0].mod_revision) if found else None
+
+    async def get_prefix(self, prefix: str) -> dict[str, bytes]:
+        """All keys that begin with ``prefix``, without it, and their values.
+
+        Raises:
+            EtcdError: no answer.
+        """
+        found: dict[str, bytes] = {}
+        start, end = prefix.encode(), _after(prefix.encode())
+        while True:
+            page = await self._call(
+                "/v3/kv/range",
+                {"key": _coded(start), "range_end": _coded(end), "limit": PAGE_KEYS},
+                _Range,
+            )
+            for pair in page.kvs:
+                found[pair.key.decode(errors="replace").removeprefix(prefix)] = pair.value
+            if not page.more or not page.kvs:
+                return found
+            start = page.kvs[-1].key + b"\0"
+
+    async def commit(
+        self, guard: Guard, puts: Mapping[str, bytes], deletes: Iterable[str] = (), *, lease: int = 0
+    ) -> int | None:
+        """Make all changes at once if ``guard`` holds.
+
+        Args:
+            guard: what must hold.
+            puts: keys to set.
+            deletes: keys to remove; none of them is in ``puts``.
+            lease: the lease that the set keys are bound to; 0 for none.
+
+        Returns:
+            The revision of the changes, or None when the guard did not hold and nothing was changed.
+
+        Raises:
+            EtcdError: no answer; the changes may or may not have been made.
+        """
+        changes: list[dict[str, Any]] = [
+            {"request_put": {"key": _coded(key), "value": _coded(value), "lease": lease}} for key, value in puts.items()
+        ]
+        changes += [{"request_delete_range": {"key": _coded(key)}} for key in deletes]
+        compare = {
+            "key": _coded(guard.key),
+            "target": "MOD",
+            "mod_revision": guard.mod_revision,
+            "result": "EQUAL",
+        }
+        done = await self._call("/v3/kv/txn", {"compare": [compare], "success": changes}, _Committed)
+        return done.header.revision if done.succeeded else None
+
+    async def grant(self, ttl_s: int) -> int:
+        """A new lease, gone ``ttl_s`` seconds after it was last kept alive.
+
+        Raises:
+            EtcdError: no answer.
+        """
+        return (await self._call("/v3/lease/grant", {"TTL": ttl_s}, _Lease)).ID
+
+    async def keep_alive(self, lease: int) -> bool:
+        """Renew a lease; whether there still is one.
+
+        Raises:
+            EtcdError: no answer.
+        """
+        return (await self._call("/v3/lease/keepalive", {"ID": lease}, _KeptAlive)).result.TTL > 0
+
+    async def revoke(self, lease: int) -> None:
+        """End a lease, and with it the keys bound to it.
+
+        Raises:
+            EtcdError: no answer.
+        """
+        await self._call("/v3/lease/revoke", {"ID": lease}, dict, accept=_LEASE_NOT_FOUND)
+
+    async def wait_change(self, key: str, after_revision: int, timeout_s: float) -> bool:
+        """Wait for a change of ``key`` after a revision, for at most ``timeout_s``; whether there was one.
+
+        Raises:
+            EtcdError: no answer, or the watch was ended.
+        """
+        question = {"create_request": {"key": _coded(key), "start_revision": after_revision + 1}}
+        url = f"{self.endpoint}/v3/watch"
+        with anyio.move_on_after(timeout_s):
+            try:
+                async with self._http.open("POST", url, body=question, timeout_s=timeout_s + 1.0) as response:
+                    async for line in response.content:
+                        watched = msgspec.json.decode(line, type=_WatchLine, strict=False).result
+                        if watched.events:
+                            return True
+                        if watched.canceled:  # that revision has been compacted away
+                            raise EtcdError(f"{url} ended a watch")
+            except (PeerUnreachableError, ApiError, msgspec.DecodeError, OSError) as error:
+                self._next()
+                raise EtcdError(f"{url}: {error}") from error
+            raise EtcdError(f"{url} ended a watch")
+        return False
+
+    async def _call(self, path: str, body: dict[str, Any], reply: type[T], *, accept: int | None = None) -> T:
+        failure: Exception | None = None
+        refusal: ApiError | None = None
+        for _ in self._endpoints:
+            url = self.endpoint + path
+            try:
+                async with self._http.open("POST", url, body=body) as response:
+                    data = await response.read()
+                return msgspec.json.decode(data, type=reply, strict=False)
+            except ApiError as error:
+                if error.status == accept:
+                    return reply()
+                refusal = error
+            except (PeerUnreachableError, msgspec.DecodeError, TimeoutError, OSError) as error:
+                failure = error
+            self._next()
+        if refusal is not None:
+            raise EtcdError(f"etcd refuses: {refusal}") from refusal
+        raise EtcdError(f"etcd does not answer: {failure}") from failure
+
+    def _next(self) -> None:
+        self._current = (self._current + 1) % len(self._endpoints)
+
+
+def _coded(value: str | bytes) -> str:
+    return base64.b64encode(value.encode() if isinstance(value, str) else value).decode()
+
+
+def _after(prefix: bytes) -> bytes:
+    """The first key that does not begin with ``prefix``; etcd takes a zero byte for "no end"."""
+    kept = prefix.rstrip(b"\xff")
+    return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\0"

@@ -1,0 +1,338 @@
+"""Coordinators at a real etcd: what survives them, who leads, and what happens while etcd is away."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+import structlog
+from etcd_server import EtcdServer, etcd_binary, why_no_etcd
+
+from kvmesh.coordinator.app import CoordinatorService
+from kvmesh.coordinator.etcd import EtcdClient, EtcdError, Guard
+from kvmesh.coordinator.ledger import TransferLedger
+from kvmesh.coordinator.registry import MemberRegistry
+from kvmesh.coordinator.storage import MemoryStore
+from kvmesh.net.client import HttpClient
+from kvmesh.net.clock import SystemClock
+from kvmesh.net.service import serving
+from kvmesh.protocol.errors import ApiError
+from kvmesh.protocol.members import Heartbeat, Load, Member, MemberList, Registration, RegistrationReply
+from kvmesh.protocol.transfer import LedgerEvent, TransferList
+
+pytestmark = pytest.mark.skipif(etcd_binary() is None, reason=why_no_etcd())
+
+LEASE_S = 30.0
+ETCD_TIMEOUT_S = 0.5
+
+
+@pytest.fixture(scope="module")
+def shared_etcd() -> Iterator[EtcdServer]:
+    server = EtcdServer()
+    try:
+        yield server.start()
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def etcd(shared_etcd: EtcdServer) -> EtcdServer:
+    if shared_etcd.popen is None:
+        shared_etcd.start()
+    return shared_etcd
+
+
+@pytest.fixture
+def cluster(request: pytest.FixtureRequest) -> str:
+    """A namespace that no other test uses."""
+    return request.node.name
+
+
+@pytest.fixture
+def coordinator(etcd: EtcdServer, cluster: str) -> Callable[..., Any]:
+    """``async with coordinator() as (url, service)``: a new life with an empty memory."""
+    clock = SystemClock()
+    lives = iter(range(100))
+
+    @asynccontextmanager
+    async def start(
+        port: int = 0, lease_s: float = LEASE_S, etcd_lease_s: float = 1.0, **options: Any
+    ) -> AsyncIterator[tuple[str, CoordinatorService]]:
+        service = CoordinatorService(
+            clock,
+            MemberRegistry(clock, lease_s=lease_s, incarnation=f"life {next(lives)}"),
+            TransferLedger(clock),
+            MemoryStore(clock),
+            etcd=EtcdClient([etcd.url], timeout_s=ETCD_TIMEOUT_S),
+            cluster=cluster,
+            etcd_lease_s=etcd_lease_s,
+            **options,
+        )
+        async with serving(service, port=port) as url:
+            yield url, service
+
+    return start
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[HttpClient]:
+    async with HttpClient() as client:
+        yield client
+
+
+def member(instance_id: str = "context-0", epoch: int = 5, **fields: Any) -> Member:
+    return Member(instance_id=instance_id, role="context", url="http://127.0.0.1:1", epoch=epoch, **fields)
+
+
+def event(transfer_id: int, state: str = "registered", **fields: Any) -> LedgerEvent:
+    return LedgerEvent(
+        transfer_id=transfer_id, side="context", instance_id="context-0", epoch=5, state=state, unix_ms=1, **fields
+    )
+
+
+async def register(http: HttpClient, url: str, one: Member) -> RegistrationReply:
+    return await http.call("POST", f"{url}/members", RegistrationReply, body=Registration(member=one))
+
+
+async def epochs(http: HttpClient, url: str) -> dict[str, int]:
+    listed = await http.call("GET", f"{url}/members", MemberList)
+    return {one.instance_id: one.epoch for one in listed.members}
+
+
+async def open_transfers(http: HttpClient, url: str) -> dict[int, int]:
+    """Pages by transfer."""
+    listed = await http.call("GET", f"{url}/transfers?limit=1000", TransferList)
+    return {one.transfer_id: one.sides[0].num_pages for one in listed.transfers}
+
+
+async def eventually(condition: Callable[[], Any], timeout_s: float = 15.0) -> None:
+    with anyio.fail_after(timeout_s):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await anyio.sleep(0.01)
+
+
+async def crash(service: CoordinatorService) -> None:
+    """End as by ``kill -9``: nothing more is written and the lead is not given up."""
+    service._succession._lease = 0
+    service._succession._scope.cancel()
+    await service._succession._ended.wait()
+
+
+async def test_members_epochs_transfers_and_keys_survive(coordinator, http, free_port):
+    async with coordinator(free_port) as (url, service):
+        await register(http, url, member(model="m", load=Load(running=3)))
+        await register(http, url, member("context-1", 7))
+        await http.call("DELETE", f"{url}/members/context-1?epoch=7", dict)
+        await http.call("POST", f"{url}/transfers", dict, body=[event(number, num_pages=9) for number in range(250)])
+        await http.call("POST", f"{url}/transfers", dict, body=[event(number, "completed") for number in range(200)])
+        await http.call("POST", f"{url}/set", dict, body={"key": "k", "value": "v", "ttl": 60})
+        await crash(service)
+    with structlog.testing.capture_logs() as logs:
+        async with coordinator(free_port) as (url, _service):
+            assert await epochs(http, url) == {"context-0": 5}
+            assert await open_transfers(http, url) == dict.fromkeys(range(200, 250), 9)
+            assert await http.call("GET", f"{url}/get?key=k", dict) == {"result": "v"}
+            # A heartbeat is enough: nobody has to register again.
+            await http.call("POST", f"{url}/members/context-0/heartbeat", dict, body=Heartbeat(epoch=5, load=Load()))
+            again = await register(http, url, member("context-1", 7))
+            assert again.epoch > 7, "its life is over, also after a restart"
+    [restored] = [entry for entry in logs if "restored" in entry["event"]]
+    assert (restored["members"], restored["transfers"], restored["stored_keys"]) == (1, 50, 1)
+
+
+async def test_a_restored_member_that_never_beats_dies_and_its_transfers_are_closed(coordinator, http, free_port):
+    async with coordinator(free_port, lease_s=0.6) as (url, service):
+        await register(http, url, member())
+        await http.call("POST", f"{url}/transfers", dict, body=[event(1)])
+        await crash(service)
+    async with coordinator(free_port, lease_s=0.6) as (url, service):
+        await eventually(lambda: not service.statistics()["members"])
+        assert service.statistics()["ledger_open"] == 0
+        await eventually(lambda: service.statistics()["etcd_pending"] == 0)
+        assert service.statistics()["etcd_keys"] == 1, "only the epoch that is over is kept"
+
+
+async def test_finished_transfers_are_not_kept_in_etcd(coordinator, http, etcd, cluster):
+    async with coordinator() as (url, service):
+        for state in ("registered", "transferring", "completed"):
+            await http.call("POST", f"{url}/transfers", dict, body=[event(number, state) for number in range(500)])
+        assert service.statistics()["ledger_transfers"] == 500
+        async with EtcdClient([etcd.url]) as client:
+            assert await client.get_prefix(f"/kvmesh/{cluster}/state/transfers/") == {}
+
+
+async def test_an_answer_means_that_it_is_stored(coordinator, http, etcd, cluster):
+    async with coordinator() as (url, _service), EtcdClient([etcd.url]) as client:
+        for number in range(20):
+            await register(http, url, member(f"context-{number}"))
+            await http.call("POST", f"{url}/transfers", dict, body=[event(number)])
+            stored = await client.get_prefix(f"/kvmesh/{cluster}/state/")
+            assert {f"members/context-{number}", f"transfers/{number}"} <= stored.keys()
+
+
+async def test_heartbeats_write_nothing(coordinator, http):
+    async with coordinator() as (url, service):
+        await register(http, url, member())
+        await http.call("POST", f"{url}/transfers", dict, body=[event(1)])
+        before = service.statistics()["etcd_writes_total"]
+        for running in range(20):
+            beat = Heartbeat(epoch=5, load=Load(running=running))
+            await http.call("POST", f"{url}/members/context-0/heartbeat", dict, body=beat)
+        await http.call("POST", f"{url}/transfers", dict, body=[event(2)])
+        assert service.statistics()["etcd_writes_total"] == before + 1
+
+
+async def test_without_etcd_it_goes_on_from_memory_and_writes_back(coordinator, http, etcd, cluster):
+    async with coordinator() as (url, service):
+        await register(http, url, member())
+        with structlog.testing.capture_logs() as logs:
+            etcd.kill()
+            await eventually(lambda: not service.statistics()["etcd_connected"])
+            with anyio.fail_after(2.0):
+                await register(http, url, member("context-1"))
+                await http.call("POST", f"{url}/transfers", dict, body=[event(1, num_pages=4)])
+                await http.call("DELETE", f"{url}/members/context-0?epoch=5", dict)
+            assert await epochs(http, url) == {"context-1": 5}
+            health = await http.call("GET", f"{url}/health", dict)
+            assert health["status"] == "ok"
+            assert "going on from memory" in health["detail"]
+            etcd.start()
+            await eventually(lambda: service.statistics()["etcd_connected"])
+            await eventually(lambda: service.statistics()["etcd_pending"] == 0)
+        async with EtcdClient([etcd.url]) as client:
+            stored = await client.get_prefix(f"/kvmesh/{cluster}/state/")
+        assert stored.keys() == {"members/context-1", "epochs/context-0", "transfers/1"}
+        assert (await http.call("GET", f"{url}/health", dict))["detail"] == ""
+        told = [(entry["log_level"], entry["event"]) for entry in logs if entry["event"].startswith("etcd")]
+        assert told == [("warning", "etcd does not answer; going on without it"), ("info", "etcd is back")]
+
+
+async def test_one_that_starts_without_etcd_acts_alone_and_merges_later(coordinator, http, etcd, free_port):
+    async with coordinator(free_port) as (url, service):
+        await register(http, url, member("context-0", 5))
+        await register(http, url, member("context-1", 5))
+        await crash(service)
+    etcd.kill()
+    async with coordinator(free_port) as (url, service):
+        assert await epochs(http, url) == {}
+        await register(http, url, member("context-1", 9))
+        etcd.start()
+        await eventually(lambda: service.statistics()["etcd_connected"])
+        assert await epochs(http, url) == {"context-0": 5, "context-1": 9}, "no earlier life comes back"
+
+
+async def test_the_second_follows_and_takes_over(coordinator, http):
+    async with coordinator() as (first, leader), coordinator() as (second, follower):
+        await register(http, first, member())
+        await http.call("POST", f"{first}/transfers", dict, body=[event(1)])
+        assert (leader.statistics()["leading"], follower.statistics()["leading"]) == (1, 0)
+        assert (await http.call("GET", f"{second}/health", dict))["detail"] == f"follows {first}"
+        # Whoever asks the follower is sent to the leader, with method and body.
+        await register(http, second, member("context-1"))
+        assert await epochs(http, first) == await epochs(http, second) == {"context-0": 5, "context-1": 5}
+        assert follower.statistics()["members"] == 0
+        await crash(leader)
+        await eventually(lambda: follower.statistics()["leading"])
+        assert await epochs(http, second) == {"context-0": 5, "context-1": 5}
+        assert await open_transfers(http, second) == {1: 0}
+
+
+async def test_one_that_says_goodbye_is_followed_at_once(coordinator, http):
+    async with coordinator(etcd_lease_s=60.0) as (first, leader), coordinator(etcd_lease_s=60.0) as (_, follower):
+        await register(http, first, member())
+        await leader.stop()
+        await eventually(lambda: follower.statistics()["leading"], timeout_s=3.0)
+
+
+async def test_one_that_was_replaced_while_it_stood_still_writes_nothing_and_follows(coordinator, http):
+    async with coordinator() as (first, old):
+        await register(http, first, member("context-0", 5))
+        # It stands still: its lease runs out, while its memory believes that it leads.
+        lease = old._succession._lease
+        async with EtcdClient(old._succession._etcd._endpoints) as client, coordinator() as (second, new):
+            old._succession._etcd._endpoints, endpoints = ["http://127.0.0.1:9"], old._succession._etcd._endpoints
+            await client.revoke(lease)
+            await eventually(lambda: new.statistics()["leading"])
+            await register(http, second, member("context-0", 9))
+            await register(http, first, member("context-0", 6))
+            old._succession._etcd._endpoints = endpoints
+            await eventually(lambda: not old.statistics()["leading"])
+            assert await epochs(http, second) == {"context-0": 9}
+            assert await epochs(http, first) == {"context-0": 9}, "the old one sends to the new one"
+            with pytest.raises(ApiError) as refused:
+                await register(http, first, member("context-0", 6))
+            assert refused.value.status == 409
+
+
+async def test_a_watcher_of_a_deposed_coordinator_hears_from_the_new_one(coordinator, http, etcd):
+    async with coordinator() as (first, old), coordinator() as (second, new):
+        reply = await register(http, first, member())
+        heard: list[dict[str, Any]] = []
+
+        async def watch() -> None:
+            question = f"incarnation={reply.incarnation}&revision={reply.revision}&timeout_s=10"
+            heard.append(await http.call("GET", f"{first}/members/watch?{question}", dict, timeout_s=15))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch)
+            await eventually(lambda: old.statistics()["watchers"] == 1)
+            async with EtcdClient([etcd.url]) as client:
+                await client.revoke(old._succession._lease)
+            await eventually(lambda: old.statistics()["leading"] + new.statistics()["leading"] == 1)
+            await register(http, second, member("context-1"))
+        names = {one["instance_id"] for one in heard[0]["members"]} | {
+            one["member"]["instance_id"] for one in heard[0]["events"]
+        }
+        assert names >= {"context-1"}
+
+
+async def test_what_cannot_be_read_is_left_out(coordinator, http, etcd, cluster, free_port):
+    async with coordinator(free_port) as (url, service):
+        await register(http, url, member())
+        await crash(service)
+    async with EtcdClient([etcd.url]) as client:
+        root = f"/kvmesh/{cluster}/state/"
+        strange = {f"{root}members/x": b"{}", f"{root}transfers/y": b"no JSON", f"{root}other/z": b"1"}
+        assert await client.commit(Guard(f"/kvmesh/{cluster}/nobody", 0), strange)
+    with structlog.testing.capture_logs() as logs:
+        async with coordinator(free_port) as (url, service):
+            assert await epochs(http, url) == {"context-0": 5}
+            await eventually(lambda: service.statistics()["etcd_pending"] == 0)
+    assert sorted(entry["key"] for entry in logs if "cannot be read" in entry["event"]) == [
+        "members/x",
+        "other/z",
+        "transfers/y",
+    ]
+
+
+async def test_the_client_speaks_etcd(etcd):
+    async with EtcdClient(["http://127.0.0.1:9", etcd.url], timeout_s=2.0) as client:
+        assert await client.get("none") is None
+        revision = await client.commit(Guard("a", 0), {"a": b"\x00\xff", "a/b": b"2"})
+        assert revision
+        assert await client.commit(Guard("a", 0), {"a": b"lost"}) is None
+        found = await client.get("a")
+        assert found is not None
+        assert (found.value, found.mod_revision) == (b"\x00\xff", revision)
+        assert await client.get_prefix("a/") == {"b": b"2"}
+        lease = await client.grant(5)
+        assert await client.keep_alive(lease)
+        await client.commit(Guard("leased", 0), {"leased": b"1"}, lease=lease)
+        assert not await client.wait_change("leased", revision + 1, timeout_s=0.1)
+        await client.revoke(lease)
+        assert await client.wait_change("leased", revision + 1, timeout_s=5.0)
+        assert await client.get("leased") is None
+        assert not await client.keep_alive(lease)
+        await client.revoke(lease)
+        with pytest.raises(EtcdError, match="lease"):
+            await client.commit(Guard("x", 0), {"x": b""}, lease=lease)
+        many = {f"many/{number:04}": b"v" for number in range(100)}
+        for hundred in range(25):
+            await client.commit(Guard("x", 0), {f"{key}/{hundred}": value for key, value in many.items()})
+        assert len(await client.get_prefix("many/")) == 2500, "more than one answer holds"
+    async with EtcdClient(["http://127.0.0.1:9"], timeout_s=0.5) as client:
+        with pytest.raises(EtcdError, match="does not answer"):
+            await client.get("a")
