@@ -44,7 +44,9 @@ class _ServerInfo(msgspec.Struct):
     tokens_per_block: Count = 0
     kv_cache_hash_algo: str = ""
     max_batch_size: Count = 0
+    dp_size: Count = 1
     max_seq_len: Count = 0
+    ctx_addresses: list[str] = []
     transfer_backend: str | None = None
     events_endpoint: str | None = None
     replay_endpoint: str | None = None
@@ -150,7 +152,9 @@ class StaticMembership:
             kv_cache_hash_algo=info.kv_cache_hash_algo,
             max_batch_size=info.max_batch_size,
             max_seq_len=info.max_seq_len,
+            dp_size=info.dp_size,
             ctx_info_endpoint=endpoints[0] if endpoints else None,
+            ctx_addresses=info.ctx_addresses,
             transfer_backend=info.transfer_backend,
             events_endpoint=info.events_endpoint,
             replay_endpoint=info.replay_endpoint,

@@ -11,7 +11,7 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from kvmesh.models.tokenizer import Tokenizer
-from kvmesh.protocol.disagg import DisaggregatedParams
+from kvmesh.protocol.disagg import CtxUsage, DisaggregatedParams
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.openai.fanout import merge_usage
 from kvmesh.protocol.openai.requests import ApiKind, ChatCompletionRequest
@@ -158,19 +158,7 @@ class Answerer:
         )
 
     def _usage(self, plan: Plan) -> Usage:
-        ctx = plan.leg.ctx_usage
-        parts = [
-            (
-                item.spec.prompt_index,
-                usage(
-                    item.run.prompt_tokens if ctx is None else ctx.prompt_tokens,
-                    item.run.completion_tokens,
-                    item.run.cached_tokens if ctx is None else ctx.cached_tokens,
-                ),
-            )
-            for item in plan.sequences
-        ]
-        return merge_usage(parts)
+        return merge_usage([(item.spec.prompt_index, _usage_of(plan, item)) for item in plan.sequences])
 
 
 @asynccontextmanager
@@ -225,6 +213,17 @@ async def _received(receive: MemoryObjectReceiveStream[_Item]) -> AsyncIterator[
         if isinstance(item, ApiError):
             raise item
         yield position, item
+
+
+def _usage_of(plan: Plan, sequence: PlannedSequence) -> Usage:
+    """A sequence's usage; its prompt side as the context server counted it, where there was one."""
+    run = sequence.run
+    ctx = (
+        plan.leg.ctx_usage
+        or run.ctx_usage
+        or CtxUsage(prompt_tokens=run.prompt_tokens, cached_tokens=run.cached_tokens)
+    )
+    return usage(ctx.prompt_tokens, run.completion_tokens, ctx.cached_tokens)
 
 
 def _joined(deltas: list[Delta]) -> Delta:

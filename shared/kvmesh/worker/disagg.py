@@ -9,14 +9,15 @@ from typing import NamedTuple
 import msgspec
 
 from kvmesh.config.worker import WorkerRole
-from kvmesh.protocol.disagg import CtxUsage, DisaggregatedParams, HandOff
+from kvmesh.protocol.disagg import CONTEXT_FIRST, GENERATION_FIRST, CtxUsage, DisaggregatedParams, HandOff
 from kvmesh.protocol.engine import RequestKind
 from kvmesh.protocol.errors import ApiError, bad_request
 from kvmesh.protocol.openai.validate import MAX_TOKEN_ID, request_type_of
+from kvmesh.protocol.ranks import RankWish
 from kvmesh.protocol.sampling import TokenLogprob
 from kvmesh.protocol.version import PROTOCOL_VERSION
 
-__all__ = ["Leg", "RankWish", "context_params", "leg_of", "rank_wish"]
+__all__ = ["Leg", "context_params", "leg_of", "rank_wish"]
 
 MAX_REQUEST_ID = 2**63 - 1
 _handoff_decoder = msgspec.msgpack.Decoder(HandOff)
@@ -33,14 +34,10 @@ class Leg(NamedTuple):
     seed: int | None = None
     """The seed that the context server sampled with, which the generation server goes on with."""
     ctx_usage: CtxUsage | None = None
-
-
-class RankWish(NamedTuple):
-    """Which attention data-parallel rank a request asks for."""
-
-    rank: int | None = None
-    matched_tokens: int | None = None
-    """None: the rank is an order, not a wish."""
+    generation_first: bool = False
+    """Both legs run at once: a context leg waits for its receiver, a generation leg has no first tokens."""
+    ctx_address: bytes = b""
+    """Generation first, generation leg: the signed address of the context engine."""
 
 
 def rank_wish(params: DisaggregatedParams | None, leg: Leg) -> RankWish:
@@ -67,24 +64,26 @@ def leg_of(params: DisaggregatedParams | None, role: WorkerRole) -> Leg:
             )
         return Leg("aggregated")
     assert params is not None
-    if params.schedule_style not in (0,):
+    if params.schedule_style not in (CONTEXT_FIRST, GENERATION_FIRST):
         raise bad_request(
-            "Generation-first scheduling is not supported yet; set schedule_style to 0.",
+            f"'schedule_style' is {params.schedule_style}; it must be {CONTEXT_FIRST} (context first) or "
+            f"{GENERATION_FIRST} (generation first).",
             param="disaggregated_params.schedule_style",
         )
+    generation_first = params.schedule_style == GENERATION_FIRST
     if kind == "context_only":
         if role == "generation":
             raise bad_request(
                 "This is a generation server: it does not serve request_type 'context_only'.",
                 param="disaggregated_params.request_type",
             )
-        return Leg("context", _request_id(params))
+        return Leg("context", _request_id(params), generation_first=generation_first)
     if role == "context":
         raise bad_request(
             "This is a context server: it does not serve request_type 'generation_only'.",
             param="disaggregated_params.request_type",
         )
-    return _generation_leg(params)
+    return _early_generation_leg(params) if generation_first else _generation_leg(params)
 
 
 def context_params(
@@ -98,6 +97,7 @@ def context_params(
 ) -> DisaggregatedParams:
     """What a context server answers with: enough for a generation server to pull the pages and go on.
 
+    Generation first there is no hand-off: the generation server hears of everything from the context engine.
     ``endpoint`` is the control endpoint of the rank that holds the pages, ``dp_rank``.
     """
     return DisaggregatedParams(
@@ -106,10 +106,35 @@ def context_params(
         first_gen_log_probs=None if logprobs is None else [_plain(entry) for entry in logprobs],
         ctx_request_id=leg.transfer_id,
         disagg_request_id=leg.transfer_id,
-        encoded_opaque_state=base64.b64encode(handoff).decode(),
+        encoded_opaque_state=base64.b64encode(handoff).decode() if handoff else None,
         ctx_dp_rank=dp_rank,
         ctx_info_endpoint=endpoint,
+        schedule_style=GENERATION_FIRST if leg.generation_first else CONTEXT_FIRST,
     )
+
+
+def _early_generation_leg(params: DisaggregatedParams) -> Leg:
+    if params.first_gen_tokens:
+        raise bad_request(
+            "A generation-first leg has no 'first_gen_tokens': they come with the pages.",
+            param="disaggregated_params.first_gen_tokens",
+        )
+    if params.encoded_opaque_state is None:
+        raise bad_request(
+            "'encoded_opaque_state' is missing; generation first it is the context server's address, which its "
+            "/server_info has as ctx_addresses.",
+            param="disaggregated_params.encoded_opaque_state",
+        )
+    try:
+        address = base64.b64decode(params.encoded_opaque_state, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise bad_request(
+            f"'encoded_opaque_state' is no address of a context server: {error}.",
+            param="disaggregated_params.encoded_opaque_state",
+        ) from None
+    if not address:
+        raise bad_request("'encoded_opaque_state' is empty.", param="disaggregated_params.encoded_opaque_state")
+    return Leg("generation", _request_id(params), generation_first=True, ctx_address=address)
 
 
 def _generation_leg(params: DisaggregatedParams) -> Leg:

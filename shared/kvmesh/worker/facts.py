@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import time
 from collections.abc import Sequence
@@ -60,6 +61,7 @@ def member_of(
         max_seq_len=_max_seq_len(ranks),
         dp_size=len(ranks),
         ctx_info_endpoint=ready.ctx_info_endpoint,
+        ctx_addresses=_addresses(ranks),
         transfer_backend=ready.transfer_backend,
         events_endpoint=ready.events_endpoint,
         replay_endpoint=ready.replay_endpoint,
@@ -97,6 +99,7 @@ def server_info(
         "events_single_group": ready.events_endpoint is not None,
         "dp_size": len(ranks),
         "attention_dp_ranks": _ranks(settings.instance_id or "", ranks) if len(ranks) > 1 else [],
+        "ctx_addresses": _addresses(ranks),
         "disaggregated_params": {
             "ctx_info_endpoint": [rank.ctx_info_endpoint for rank in ranks if rank.ctx_info_endpoint],
             "ctx_dp_rank": 0 if len(ranks) == 1 else None,
@@ -108,6 +111,11 @@ def stats_body(ranks: Sequence[EngineStats], total: EngineStats) -> dict[str, An
     """The body of ``/stats``: the sums over all ranks, and each rank's own where there are several."""
     body = msgspec.structs.asdict(total)
     return body if len(ranks) == 1 else {**body, "attention_dp_ranks": list(ranks)}
+
+
+def _addresses(ranks: Sequence[EngineReady]) -> list[str]:
+    """Base64 of the transceivers' signed addresses, by rank; empty without transceivers."""
+    return [base64.b64encode(rank.ctx_address).decode() for rank in ranks if rank.ctx_address]
 
 
 def _ranks(instance_id: str, ranks: Sequence[EngineReady]) -> list[dict[str, Any]]:

@@ -175,6 +175,8 @@ class Planner:
             transfer_id=leg.transfer_id,
             first_tokens=list(leg.first_tokens),
             handoff=leg.handoff,
+            generation_first=leg.generation_first,
+            ctx_address=leg.ctx_address,
             cache_salt=request.cache_salt,
             retention=retention,
             conversation_id=conversation_id if spec.index == 0 else None,
@@ -187,7 +189,8 @@ class Planner:
             self._engine,
             generate,
             IncrementalDetokenizer(self._tokenizer, request.skip_special_tokens is not False),
-            stops=request.stop_strings,
+            # Generation first, the text is the generation server's: a stop string in the first token is its to find.
+            stops=() if leg.kind == "context" and leg.generation_first else request.stop_strings,
             include_stop=bool(request.include_stop_str_in_output),
             eos_token_ids=self._tokenizer.eos_token_ids,
             first_logprobs=leg.first_logprobs,

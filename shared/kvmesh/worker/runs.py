@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import NamedTuple, Protocol
 
+from kvmesh.protocol.disagg import CtxUsage
 from kvmesh.protocol.engine import Generate, RequestTimings, TokenOutput
 from kvmesh.protocol.sampling import TokenLogprob
 from kvmesh.worker.stops import StopMatcher
@@ -75,6 +76,8 @@ class SequenceRun:
         self.completion_tokens = 0
         self._decoded_length = 0
         self.handoff = b""
+        self.ctx_usage: CtxUsage | None = None
+        """Generation first: usage as the context server counted it."""
         self.timings: RequestTimings | None = None
         self._engine = engine
         self._detokenizer = detokenizer
@@ -109,6 +112,7 @@ class SequenceRun:
         self.cached_tokens = output.cached_tokens or self.cached_tokens
         self.timings = output.timings or self.timings
         self.handoff = output.handoff or self.handoff
+        self.ctx_usage = output.ctx_usage or self.ctx_usage
         logprobs = self._logprobs(output)
         text, token_ids, offsets, stop = self._text(output)
         finish: str | None = output.finish_reason

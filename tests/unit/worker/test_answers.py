@@ -228,7 +228,31 @@ async def test_a_stop_string_in_the_first_token_ends_both_legs() -> None:
         ("generation", {"request_type": "context_only"}, "does not serve"),
         ("both", {"request_type": "context_only"}, "'disagg_request_id' is missing"),
         ("both", {"request_type": "context_only", "disagg_request_id": -4}, "positive 63-bit"),
-        ("both", {"request_type": "context_only", "disagg_request_id": 1, "schedule_style": 1}, "not supported yet"),
+        (
+            "both",
+            {"request_type": "context_only", "disagg_request_id": 1, "schedule_style": 2},
+            "'schedule_style' is 2",
+        ),
+        (
+            "both",
+            {"request_type": "generation_only", "disagg_request_id": 1, "schedule_style": 1, "first_gen_tokens": [1]},
+            "has no 'first_gen_tokens'",
+        ),
+        (
+            "both",
+            {"request_type": "generation_only", "disagg_request_id": 1, "schedule_style": 1},
+            "'encoded_opaque_state' is missing; generation first",
+        ),
+        (
+            "both",
+            {
+                "request_type": "generation_only",
+                "disagg_request_id": 1,
+                "schedule_style": 1,
+                "encoded_opaque_state": "no base64",
+            },
+            "is no address of a context server",
+        ),
         ("both", {"request_type": "nonsense"}, "Unknown request_type"),
         ("both", {"request_type": "generation_only", "disagg_request_id": 1}, "'first_gen_tokens' is missing"),
         (
