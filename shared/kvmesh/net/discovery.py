@@ -22,6 +22,7 @@ from kvmesh.net.discovery_view import MemberCallback, Membership, MemberView
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.members import (
     Heartbeat,
+    Life,
     Load,
     Member,
     Registration,
@@ -53,7 +54,7 @@ class CoordinatorClient:
     """One process's tie to the coordinator. The constructor does no I/O; :meth:`start` begins, :meth:`stop` ends.
 
     Args:
-        url: base URL of the coordinator.
+        url: base URL of the coordinator, or of several, with commas between.
         clock: waits between attempts and heartbeats.
         watch: whether to follow the membership; without it :meth:`members` stays empty.
         headers: sent with every request (credentials).
@@ -62,11 +63,10 @@ class CoordinatorClient:
     def __init__(
         self, url: str, *, clock: Clock | None = None, watch: bool = True, headers: dict[str, str] | None = None
     ) -> None:
-        self._url = url.rstrip("/")
         self._clock = clock or SystemClock()
         self._watch = watch
         self._http = HttpClient(timeout_s=EXCHANGE_TIMEOUT_S, headers=headers)
-        self._link = CoordinatorLink(self._url)
+        self._link = CoordinatorLink(url)
         self._view = MemberView()
         self._tasks: TaskGroup | None = None
         self._announcement: _Announcement | None = None
@@ -175,7 +175,7 @@ class CoordinatorClient:
             try:
                 reply = await self._http.call(
                     "GET",
-                    f"{self._url}/members/watch?incarnation={incarnation}"
+                    f"{self._link.url}/members/watch?incarnation={incarnation}"
                     f"&revision={self._view.revision}&timeout_s={timeout_s:.3f}",
                     WatchReply,
                     timeout_s=timeout_s + EXCHANGE_TIMEOUT_S,
@@ -189,8 +189,20 @@ class CoordinatorClient:
             now_s = self._clock.monotonic_s()
             self._view.apply(reply, now_s)
             self._view.expire(now_s)
+            await self._tell_later_lives()
             if incarnation and reply.incarnation != incarnation and self._announcement is not None:
                 self._announcement.hurry.set()  # it does not know us yet
+
+    async def _tell_later_lives(self) -> None:
+        """A coordinator that lost its memory, or has an old one, learns which lives are over."""
+        for instance_id, epoch in self._view.take_outdated().items():
+            url = f"{self._link.url}/members/{quote(instance_id, safe='')}/met"
+            try:
+                await self._http.call("POST", url, dict, body=Life(epoch=epoch))
+            except (PeerUnreachableError, ApiError, msgspec.DecodeError) as error:
+                # It lists that life again after its next change, or its own end, and is told again.
+                self._link.failed(error)
+                return
 
     async def _stay_registered(self, announcement: _Announcement) -> None:
         backoff = Backoff()
@@ -223,7 +235,7 @@ class CoordinatorClient:
     async def _register(self, announcement: _Announcement) -> None:
         member = msgspec.structs.replace(announcement.member, load=announcement.load())
         reply = await self._http.call(
-            "POST", f"{self._url}/members", RegistrationReply, body=Registration(member=member)
+            "POST", f"{self._link.url}/members", RegistrationReply, body=Registration(member=member)
         )
         announcement.registered = True
         announcement.interval_s = reply.lease_s / HEARTBEATS_PER_LEASE
@@ -261,7 +273,7 @@ class CoordinatorClient:
         announcement.hurry = anyio.Event()
 
     def _member_url(self, member: Member) -> str:
-        return f"{self._url}/members/{quote(member.instance_id, safe='')}"
+        return f"{self._link.url}/members/{quote(member.instance_id, safe='')}"
 
 
 class _Announcement:

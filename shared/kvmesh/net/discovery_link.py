@@ -16,10 +16,15 @@ _log = get_logger("discovery")
 
 
 class CoordinatorLink:
-    """Whether the coordinator at ``url`` answers; shared by everything in a process that talks to it."""
+    """Whether the coordinator answers, and at which address; shared by everything in a process that talks to it.
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    Args:
+        urls: base URLs with commas between; of several coordinators any will do, for it names the one that leads.
+    """
+
+    def __init__(self, urls: str) -> None:
+        self._urls = [url.strip().rstrip("/") for url in urls.split(",")]
+        self.url = self._urls[0]
         self.connected = False
         self.losses = 0
         self._warned = False
@@ -38,6 +43,7 @@ class CoordinatorLink:
             self.losses += 1
         self._warned = True
         self.connected = False
+        self.url = self._urls[(self._urls.index(self.url) + 1) % len(self._urls)]
 
 
 class Backoff:

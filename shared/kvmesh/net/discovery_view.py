@@ -1,11 +1,14 @@
 """What a watcher believes about the membership; pure, fed with watch replies.
 
 The coordinator's silence or restart changes nothing by itself: members are dropped when it says that they left or
-died, or when a restarted one has not heard from them for its whole grace period.
+died, or when a restarted one has not heard from them for its whole grace period. What has ended stays ended: a
+coordinator that lists an earlier life than one that was met here has an old memory, or none, and is told
+(:meth:`MemberView.take_outdated`).
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
@@ -16,6 +19,9 @@ __all__ = ["MemberCallback", "MemberView", "Membership"]
 
 MemberCallback = Callable[[MemberEvent], None]
 """Hears of every change; runs on the event loop and must not block. What it raises is logged and goes no further."""
+
+MAX_ENDED = 16_384
+"""Instance ids whose last life is remembered here."""
 
 _log = get_logger("discovery")
 
@@ -44,6 +50,10 @@ class MemberView:
         self.incarnation = ""
         self.revision = 0
         self._members: dict[str, Member] = {}
+        self._ended: OrderedDict[str, int] = OrderedDict()
+        """Instance id -> its latest life that has ended."""
+        self._outdated: dict[str, int] = {}
+        """What the coordinator does not know: instance id -> the first life that may be alive."""
         self._doubtful_until_s: dict[str, float] = {}
         self._callbacks: list[MemberCallback] = []
 
@@ -70,9 +80,14 @@ class MemberView:
             self._replace(reply, now_s)
         for event in reply.events:
             if event.kind in ("joined", "updated"):
-                self._alive(event.member, event.member.instance_id in self._doubtful_until_s)
+                self._alive(event.member)
             else:
                 self._gone(event)
+
+    def take_outdated(self) -> dict[str, int]:
+        """Instance ids of which the coordinator listed a life that is over, and the first that may be alive; once."""
+        outdated, self._outdated = self._outdated, {}
+        return outdated
 
     def expire(self, now_s: float) -> None:
         """Give up the members that a restarted coordinator did not hear from in its grace period."""
@@ -85,19 +100,23 @@ class MemberView:
         return min(self._doubtful_until_s.values(), default=None)
 
     def _replace(self, reply: WatchReply, now_s: float) -> None:
-        listed = {member.instance_id for member in reply.members}
+        listed = {member.instance_id: member.epoch for member in reply.members}
         for member in reply.members:
-            self._alive(member, overrules=True)
-        for instance_id in [key for key in self._members if key not in listed]:
+            self._alive(member)
+        for instance_id, known in list(self._members.items()):
+            if listed.get(instance_id) == known.epoch:
+                continue
             if reply.grace_s > 0:
                 self._doubtful_until_s[instance_id] = now_s + reply.grace_s
             else:
-                self._dead(self._members[instance_id])
+                self._dead(known)
 
-    def _alive(self, member: Member, overrules: bool) -> None:
-        """``overrules``: even a higher epoch gives way, as a coordinator without memory may begin lower."""
+    def _alive(self, member: Member) -> None:
         known = self._members.get(member.instance_id)
-        if known is not None and known.epoch > member.epoch and not overrules:
+        ended = self._ended.get(member.instance_id, -1)
+        first = max(ended + 1, known.epoch if known is not None else 0)
+        if member.epoch < first:
+            self._outdated[member.instance_id] = first
             return
         self._doubtful_until_s.pop(member.instance_id, None)
         if known is not None and known.epoch != member.epoch:
@@ -112,17 +131,22 @@ class MemberView:
         known = self._members.get(event.member.instance_id)
         if known is not None and known.epoch > event.member.epoch:
             return
-        self._forget(event.member.instance_id)
+        self._forget(event.member)
         # Someone never heard of is announced too: a peer may know it from a ticket alone.
         self._tell(event)
 
     def _dead(self, member: Member) -> None:
-        self._forget(member.instance_id)
+        self._forget(member)
         self._tell(MemberEvent(revision=self.revision, kind="dead", member=member))
 
-    def _forget(self, instance_id: str) -> None:
+    def _forget(self, member: Member) -> None:
+        instance_id = member.instance_id
         self._members.pop(instance_id, None)
         self._doubtful_until_s.pop(instance_id, None)
+        self._ended[instance_id] = max(member.epoch, self._ended.get(instance_id, 0))
+        self._ended.move_to_end(instance_id)
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
 
     def _tell(self, event: MemberEvent) -> None:
         for callback in tuple(self._callbacks):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.coordinator.registry import FencedError, MemberRegistry, UnknownMemberError
+from kvmesh.coordinator.registry import FencedError, MemberRegistry, Past, UnknownMemberError
 from kvmesh.net.clock import ManualClock
 from kvmesh.protocol.members import Heartbeat, Load, Member, MemberEvent
 
@@ -170,3 +170,45 @@ def test_statistics(registry):
     assert statistics["members_joined_total"] == 2
     assert statistics["members_left_total"] == 1
     assert statistics["members_dead_total"] == 0
+
+
+def test_an_earlier_life_cannot_take_the_place_of_a_later_one(registry):
+    registry.register(member(epoch=9))
+    with pytest.raises(FencedError):
+        registry.register(member(epoch=5))
+    assert [one.epoch for one in registry.members().members] == [9]
+    assert registry.statistics()["members_fenced_total"] == 1
+
+
+def test_a_life_that_somebody_met_ends_every_earlier_one(clock, registry):
+    """A coordinator with an old memory: its member is a life that is over, and it does not come back."""
+    registry.register(member(epoch=5))
+    assert registry.met("context-0", 9)
+    assert not registry.met("context-0", 9)
+    assert live(registry) == []
+    assert kinds(registry.changes("one", 1).events) == [("dead", "context-0")]
+    assert not registry.restore(member(epoch=8))
+    assert registry.register(member(epoch=9)).epoch == 9, "that life itself may be a member"
+    assert not registry.met("context-0", 9)
+    assert registry.past("context-0") == Past(dead=5, floor=9)
+
+
+def test_a_new_life_below_one_that_somebody_met_gets_an_epoch_of_its_own():
+    clock = ManualClock(start_unix_ns=0)
+    registry = MemberRegistry(clock, lease_s=LEASE_S, incarnation="one")
+    registry.met("context-0", 9)
+    assert registry.register(member(epoch=8)).epoch == 10
+    assert registry.register(member("context-1", epoch=8)).epoch == 8
+
+
+def test_what_is_restored_has_a_whole_lease_and_is_never_older_than_what_is_known(clock, registry):
+    registry.register(member(epoch=5))
+    assert not registry.restore(member(epoch=4))
+    assert registry.restore(member(epoch=6))
+    assert kinds(registry.changes("one", 1).events) == [("dead", "context-0"), ("joined", "context-0")]
+    clock.advance(LEASE_S - 1)
+    assert registry.restore(member("context-1", epoch=1))
+    registry.sweep()
+    clock.advance(1)
+    assert [one.instance_id for one in registry.sweep()] == ["context-0"]
+    assert live(registry) == ["context-1"]

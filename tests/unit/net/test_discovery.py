@@ -151,16 +151,21 @@ def test_static_lists_give_roles():
     assert membership._roles == {"http://a:1": "context", "http://b:1": "both", "http://c:1": "generation"}
 
 
-def test_a_restarted_coordinator_may_begin_again_at_a_lower_epoch(view, heard):
+def test_a_coordinator_with_an_old_memory_brings_no_earlier_life_back(view, heard):
     view.apply(snapshot(member(epoch=7)), 0.0)
     heard.take()
-    view.apply(snapshot(member(epoch=5), incarnation="two"), 0.0)
-    assert heard.take() == [("dead", "context-0", 7), ("joined", "context-0", 5)]
-    view.apply(snapshot(incarnation="three", grace_s=10.0), 0.0)
-    view.apply(changes(("joined", member(epoch=3)), incarnation="three"), 1.0)
-    assert heard.take() == [("dead", "context-0", 5), ("joined", "context-0", 3)]
-    view.apply(changes(("updated", member(epoch=2)), incarnation="three"), 2.0)
+    view.apply(snapshot(member(epoch=5), incarnation="two", grace_s=4.0), 0.0)
     assert heard.take() == []
+    assert [one.epoch for one in view.members()] == [7]
+    assert view.take_outdated() == {"context-0": 7}, "the coordinator is told"
+    assert view.take_outdated() == {}
+    view.expire(4.0)
+    assert heard.take() == [("dead", "context-0", 7)]
+    view.apply(snapshot(member(epoch=7), incarnation="three"), 5.0)
+    assert heard.take() == []
+    assert view.take_outdated() == {"context-0": 8}, "its end is remembered"
+    view.apply(snapshot(member(epoch=8), incarnation="three"), 6.0)
+    assert heard.take() == [("joined", "context-0", 8)]
 
 
 def test_a_subscriber_that_fails_harms_neither_the_view_nor_the_others(view):
