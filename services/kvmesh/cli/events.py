@@ -15,9 +15,11 @@ from rich.markup import escape
 
 from kvmesh.cli.errors import UserError
 from kvmesh.cli.target import coordinator_url
+from kvmesh.events.endpoints import EndpointError, rank_endpoint
 from kvmesh.net.discovery import CoordinatorClient
 from kvmesh.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KvEvent
-from kvmesh.protocol.members import MemberEvent
+from kvmesh.protocol.members import Member, MemberEvent
+from kvmesh.protocol.ranks import rank_instance_ids
 
 __all__ = ["add_arguments", "describe", "run"]
 
@@ -125,7 +127,7 @@ async def _follow_mesh(url: str, workers: frozenset[str], printer: _Printer) -> 
 
 
 class _Followers:
-    """One subscription for each live worker that publishes."""
+    """One subscription for each rank of each live worker that publishes."""
 
     def __init__(self, tasks: TaskGroup, workers: frozenset[str], printer: _Printer) -> None:
         self._tasks = tasks
@@ -137,23 +139,28 @@ class _Followers:
     def hear(self, event: MemberEvent) -> None:
         """Begin or end a subscription."""
         member = event.member
-        name = member.instance_id
-        if member.events_endpoint is None or (self._workers and name not in self._workers):
+        name, stream = member.instance_id, member.events_endpoint
+        if stream is None or (self._workers and name not in self._workers):
             return
         if event.kind == "joined":
             self.found.set()
             scope = self._scopes[name] = anyio.CancelScope()
-            self._tasks.start_soon(self._follow, name, member.events_endpoint, scope)
+            self._tasks.start_soon(self._follow, member, stream, scope)
         elif event.kind in ("left", "dead") and (ended := self._scopes.pop(name, None)) is not None:
             ended.cancel()
             self._printer.note(name, event.kind)
 
-    async def _follow(self, name: str, endpoint: str, scope: anyio.CancelScope) -> None:
+    async def _follow(self, member: Member, stream: str, scope: anyio.CancelScope) -> None:
         with scope:
-            try:
-                await _subscribe(name, endpoint, self._printer)
-            except UserError as error:
-                self._printer.note(name, str(error))  # the others are followed all the same
+            async with anyio.create_task_group() as tasks:
+                for rank, name in enumerate(rank_instance_ids(member.instance_id, member.dp_size)):
+                    tasks.start_soon(self._follow_rank, name, stream, rank)
+
+    async def _follow_rank(self, name: str, stream: str, rank: int) -> None:
+        try:
+            await _subscribe(name, rank_endpoint(stream, rank), self._printer)
+        except (UserError, EndpointError) as error:
+            self._printer.note(name, str(error))  # the others are followed all the same
 
 
 async def _subscribe(name: str, endpoint: str, printer: _Printer) -> None:

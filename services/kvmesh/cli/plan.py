@@ -113,7 +113,7 @@ def with_free_event_ports(mesh: MeshSettings, child: ChildPlan, ports: PortPicke
         port = tcp_port(endpoint) if endpoint is not None else None
         if field in stated or endpoint is None or port is None or setting in mesh.model_fields_set:
             continue
-        if (other := ports.repick(LOOPBACK, port)) != port:
+        if (other := ports.repick(LOOPBACK, port, worker.dp_size)) != port:
             moved[field] = with_tcp_port(endpoint, other)
     if not moved:
         return child
@@ -133,10 +133,14 @@ def _with_free_ports(mesh: MeshSettings, ports: PortPicker) -> MeshSettings:
         port = ports.pick(LOOPBACK, tcp_port(indexer.match_endpoint) or 0)
         indexer = indexer.model_copy(update={"match_endpoint": f"tcp://{LOOPBACK}:{port}"})
     sections: dict[str, Any] = {"router": router, "coordinator": coordinator, "indexer": indexer}
-    workers = mesh.num_context + mesh.num_generation + mesh.num_aggregated
+    engines = (
+        mesh.num_context * mesh.context.dp_size
+        + mesh.num_generation * mesh.generation.dp_size
+        + mesh.num_aggregated * mesh.aggregated.dp_size
+    )
     for field in ("events_port", "replay_port"):
         if field not in mesh.model_fields_set:
-            sections[field] = ports.pick_run(LOOPBACK, workers, getattr(mesh, field))
+            sections[field] = ports.pick_run(LOOPBACK, engines, getattr(mesh, field))
     return mesh.model_copy(update=sections)
 
 
@@ -160,7 +164,7 @@ def _worker(mesh: MeshSettings, settings: WorkerSettings, ports: PortPicker, cac
         raise UserError(f"port {port} of {name} is taken; choose another with --set {field}=PORT")
     update: dict[str, Any] = {"port": port}
     if settings.device_memory_bytes is None:
-        update["device_memory_bytes"] = cache_bytes
+        update["device_memory_bytes"] = max(cache_bytes, LEAST_CACHE_BYTES * settings.dp_size)
     return ChildPlan(name, _COMMANDS[settings.role], settings.model_copy(update=update), 1)
 
 

@@ -71,16 +71,22 @@ class PortPicker:
         """Take exactly this port; False when it is not free."""
         return self._take(host, port)
 
-    def repick(self, host: str, port: int) -> int:
-        """For a port given out before, whose holder does not run: the same if it is still free, else another one.
+    def repick(self, host: str, first: int, count: int = 1) -> int:
+        """For ports given out before, whose holder does not run: the same if all are still free, else others.
+
+        Args:
+            host: to bind.
+            first: of ``count`` consecutive ports.
+            count: ports.
 
         Raises:
             RuntimeError: none was found.
         """
-        if self._free(host, port):
-            return port
-        self._picked.discard((host, port))
-        return self.pick(host)
+        run = range(first, first + count)
+        if all(self._free(host, port) for port in run):
+            return first
+        self._picked.difference_update((host, port) for port in run)
+        return self.pick_run(host, count, 0)
 
     def lost(self) -> list[int]:
         """The ports picked here (not those claimed) that somebody holds; asked when none of ours runs."""

@@ -22,6 +22,7 @@ from kvmesh.net.client import HttpClient, PeerUnreachableError
 from kvmesh.protocol.cache_report import CacheReport
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.members import Member, MemberList
+from kvmesh.protocol.ranks import rank_instance_ids
 from kvmesh.protocol.transfer import FINAL_STATES, TransferList, TransferRecord
 
 __all__ = ["add_arguments", "run"]
@@ -38,6 +39,8 @@ class _WorkerStats(msgspec.Struct):
     """What is read of a worker's ``/stats``; one of another version may lack it."""
 
     cache: CacheReport = msgspec.field(default_factory=CacheReport)
+    attention_dp_ranks: list[_WorkerStats] = []
+    """Of each rank, where there are several."""
 
 
 class _Status(msgspec.Struct):
@@ -48,7 +51,7 @@ class _Status(msgspec.Struct):
     transfers: TransferList
     stuck: TransferList
     caches: dict[str, CacheReport]
-    """By worker."""
+    """By engine: a worker, or each attention data-parallel rank of one."""
     unreachable: dict[str, str]
     """Members that do not answer, and why."""
 
@@ -107,7 +110,9 @@ async def _ask(http: HttpClient, member: Member, status: _Status) -> None:
     try:
         if member.role in WORKER_ROLES and member.dialect == WORKER_DIALECT:
             stats = await http.call("GET", f"{member.url}/stats", _WorkerStats, timeout_s=MEMBER_TIMEOUT_S)
-            status.caches[member.instance_id] = stats.cache
+            engines = stats.attention_dp_ranks or [stats]
+            for name, engine in zip(rank_instance_ids(member.instance_id, len(engines)), engines, strict=True):
+                status.caches[name] = engine.cache
         else:
             async with http.open("GET", f"{member.url}/health", timeout_s=MEMBER_TIMEOUT_S):
                 pass
@@ -121,8 +126,9 @@ def _render(status: _Status) -> RenderableType:
     members = sorted(status.members.members, key=lambda member: (member.role, member.instance_id))
     parts: list[RenderableType] = [_processes(), _members(members, status.unreachable)]
     for member in members:
-        if (report := status.caches.get(member.instance_id)) is not None:
-            parts += [Text(), cache_block(member.instance_id, urlsplit(member.url).netloc, report)]
+        for name in rank_instance_ids(member.instance_id, member.dp_size):
+            if (report := status.caches.get(name)) is not None:
+                parts += [Text(), cache_block(name, urlsplit(member.url).netloc, report)]
     parts += [Text(), _transfers(status.transfers)]
     if status.stuck.transfers:
         parts += [

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvmesh.net.clock import Clock
+from kvmesh.protocol.ranks import server_of
 from kvmesh.protocol.transfer import (
     FINAL_STATES,
     LedgerEvent,
@@ -88,7 +89,7 @@ class TransferLedger:
         self._evict()
 
     def member_died(self, instance_id: str, epoch: int) -> int:
-        """Close the sides that a dead process left open.
+        """Close the sides that a dead process left open, those of its attention data-parallel ranks included.
 
         Returns:
             How many transfers it had open.
@@ -98,7 +99,7 @@ class TransferLedger:
             (record, side)
             for record in self._open.values()
             for side in record.sides
-            if side.instance_id == instance_id and side.epoch <= epoch and side.state not in FINAL_STATES
+            if server_of(side.instance_id) == instance_id and side.epoch <= epoch and side.state not in FINAL_STATES
         ]
         for record, side in orphaned:
             side.state, side.reason, side.unix_ms = "failed", f"{instance_id} died", now_ms

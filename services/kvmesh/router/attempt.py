@@ -12,6 +12,7 @@ from kvmesh.net.faults import fault_point
 from kvmesh.protocol.disagg import CtxUsage
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.openai.responses import encode
+from kvmesh.protocol.ranks import RankWish
 from kvmesh.router.answer import Answer, EventSource, StreamAnswer, WholeAnswer, broken_off, error_in, has_error
 from kvmesh.router.cluster import Server
 from kvmesh.router.dialects.base import Dialect, Outgoing, Prefilled
@@ -97,8 +98,14 @@ class Attempts:
             record.generation = placement.decision
         else:
             record.context = placement.decision
-        dialect = self._dialects[placement.server.member.dialect]
-        return await self._answer(work, placement.server, dialect.whole(work), stack)
+        member = placement.server.member
+        wish = self._planner.rank_wish(work, member)
+        if placement.mode == "local":
+            record.generation_dp_rank = wish.rank
+        else:
+            record.context_dp_rank = wish.rank
+        outgoing = self._dialects[member.dialect].whole(work, wish)
+        return await self._answer(work, placement.server, outgoing, stack)
 
     async def _disaggregated(
         self, work: Work, placement: Placement, record: Attempt, avoid: Avoid, stack: AsyncExitStack
@@ -109,7 +116,9 @@ class Attempts:
         transfer_id = record.transfer_id = self._ids.next()
         hand_off = _HandOff(server, dialect, transfer_id, self._abort)
         stack.callback(hand_off.close)
-        prefilled = await self._prefill(work, hand_off)
+        wish = self._planner.rank_wish(work, server.member)
+        record.context_dp_rank = wish.rank
+        prefilled = await self._prefill(work, hand_off, wish)
         fault_point("router.between_legs")
         if prefilled.finished:
             hand_off.settled = True
@@ -117,10 +126,10 @@ class Attempts:
             return _finished(work, prefilled)
         return await self._second_leg(work, hand_off, prefilled, record, avoid, stack)
 
-    async def _prefill(self, work: Work, hand_off: _HandOff) -> Prefilled:
+    async def _prefill(self, work: Work, hand_off: _HandOff, wish: RankWish) -> Prefilled:
         server, dialect = hand_off.server, hand_off.dialect
         tokens = self._planner.uncached_tokens(work, server.member.instance_id)
-        outgoing = dialect.prefill(work, hand_off.transfer_id)
+        outgoing = dialect.prefill(work, hand_off.transfer_id, wish)
         try:
             body = await self._legs.whole(server, outgoing, work.headers, tokens=tokens, deadline=work.deadline)
         except LegFailure as failure:
@@ -140,7 +149,6 @@ class Attempts:
         avoid: Avoid,
         stack: AsyncExitStack,
     ) -> Answer:
-        outgoing = hand_off.dialect.decode(work, prefilled, hand_off.transfer_id)
         truth = prefilled.usage if hand_off.dialect.rewrites_usage else None
         while True:
             try:
@@ -149,6 +157,9 @@ class Attempts:
                 # Another pair may still be whole: that is for a further try to find out.
                 raise LegFailure(hand_off.server.member.instance_id, error, retryable=True) from None
             record.generation = placement.decision
+            wish = self._planner.rank_wish(work, placement.server.member)
+            record.generation_dp_rank = wish.rank
+            outgoing = hand_off.dialect.decode(work, prefilled, hand_off.transfer_id, wish)
             try:
                 return await self._answer(work, placement.server, outgoing, stack, hand_off, truth)
             except LegFailure as failure:

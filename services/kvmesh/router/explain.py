@@ -24,7 +24,11 @@ class Attempt(msgspec.Struct, kw_only=True, omit_defaults=True):
     transfer_id: int | None = None
     context: Decision | None = None
     """Choice of the server that prefills, or serves the whole request when aggregated."""
+    context_dp_rank: int | None = None
+    """Attention data-parallel rank that it was asked to use, for the prefix that the rank holds."""
     generation: Decision | None = None
+    generation_dp_rank: int | None = None
+    """The same of the generation server."""
     outcome: str = "running"
     """``running``, ``done``, ``cancelled`` or the error's code."""
     error: str | None = None

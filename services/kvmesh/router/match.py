@@ -18,6 +18,7 @@ from anyio.abc import TaskStatus
 
 from kvmesh.net.clock import Clock
 from kvmesh.protocol.match import MatchReply, MatchRequest, WorkerMatch
+from kvmesh.router.policy.kv_cache_aware import tier_credit
 
 __all__ = ["MatchClient", "MatchState", "Matcher", "Matches", "NoMatcher"]
 
@@ -180,9 +181,14 @@ class MatchClient(Matcher):
 
 
 def _best_ranks(matches: list[WorkerMatch]) -> dict[str, WorkerMatch]:
+    """The match of each server's best rank; of equal ones the first."""
     best: dict[str, WorkerMatch] = {}
     for match in matches:
         known = best.get(match.instance_id)
-        if known is None or match.device_tokens > known.device_tokens:
+        if known is None or _worth(match) > _worth(known):
             best[match.instance_id] = match
     return best
+
+
+def _worth(match: WorkerMatch) -> float:
+    return tier_credit(match.device_tokens, match.host_tokens, match.disk_tokens)

@@ -16,7 +16,9 @@ from typing import NamedTuple
 import msgspec
 
 from kvmesh.protocol.errors import ApiError, unavailable
+from kvmesh.protocol.match import WorkerMatch
 from kvmesh.protocol.members import Member
+from kvmesh.protocol.ranks import RankWish
 from kvmesh.router.cluster import Cluster, Leg, Server, Unusable, pairable
 from kvmesh.router.explain import Mode
 from kvmesh.router.loads import Loads
@@ -133,6 +135,16 @@ class Planner:
         decision = self._choose(self._generation_policy, work, fitting, unusable)
         return Placement("disaggregated", self._server(decision.chosen), decision)
 
+    def rank_wish(self, work: Work, member: Member) -> RankWish:
+        """The rank of a server that holds most of the prompt; none where the server is one engine or nothing is known.
+
+        The server itself weighs the wish against its ranks' load.
+        """
+        match = self._match(work, member) if member.dp_size > 1 else None
+        if match is None:
+            return RankWish()
+        return RankWish(match.dp_rank, max(match.device_tokens, match.host_tokens, match.disk_tokens))
+
     def uncached_tokens(self, work: Work, instance_id: str) -> int:
         """Prompt tokens that the server has still to compute, or to fetch."""
         return max(work.prompt_tokens - _matched_tokens(work, instance_id), 0)
@@ -165,9 +177,7 @@ class Planner:
 
     def _candidate(self, work: Work, member: Member) -> Candidate:
         load = self._loads.of(member.instance_id)
-        match = work.matches.by_server.get(member.instance_id)
-        if self._tokens_per_block and member.tokens_per_block not in (0, self._tokens_per_block):
-            match = None
+        match = self._match(work, member)
         return Candidate(
             instance_id=member.instance_id,
             active_requests=load.requests,
@@ -177,6 +187,12 @@ class Planner:
             disk_tokens=match.disk_tokens if match else 0,
             tokens_per_block=self._tokens_per_block or member.tokens_per_block or DEFAULT_TOKENS_PER_BLOCK,
         )
+
+    def _match(self, work: Work, member: Member) -> WorkerMatch | None:
+        """What a server is credited for."""
+        if self._tokens_per_block and member.tokens_per_block not in (0, self._tokens_per_block):
+            return None
+        return work.matches.by_server.get(member.instance_id)
 
     def _server(self, instance_id: str) -> Server:
         server = self._cluster.get(instance_id)

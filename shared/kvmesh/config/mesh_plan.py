@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 from kvmesh.config.base import StrictModel
@@ -53,7 +54,7 @@ def plan_mesh(mesh: MeshSettings, *, cluster_secret: str, cpu_count: int) -> Mes
     Args:
         mesh: the settings.
         cluster_secret: signs transfer tickets.
-        cpu_count: cores of the machine, shared evenly among the workers.
+        cpu_count: cores of the machine, shared evenly among the workers' engines.
     """
     coordinator = _filled(_with_shared(mesh, mesh.coordinator), lease_s=mesh.lease_s)
     coordinator_url = _url(coordinator.host, coordinator.port)
@@ -66,12 +67,13 @@ def plan_mesh(mesh: MeshSettings, *, cluster_secret: str, cpu_count: int) -> Mes
         indexer_match_endpoint=indexer.match_endpoint,
     )
     seats = _seats(mesh)
-    told = {
-        "coordinator_url": coordinator_url,
-        "cluster_secret": cluster_secret,
-        "num_threads": max(1, cpu_count // len(seats)),
-    }
-    workers = tuple(_worker(mesh, seat, index, told) for index, seat in enumerate(seats))
+    told = {"coordinator_url": coordinator_url, "cluster_secret": cluster_secret}
+    ranks = [seat.template.dp_size for seat in seats]
+    before = [0, *accumulate(ranks)]  # engines of the workers before each one
+    workers = tuple(
+        _worker(mesh, seat, before[index], {**told, "num_threads": max(1, cpu_count * ranks[index] // before[-1])})
+        for index, seat in enumerate(seats)
+    )
     return MeshPlan(coordinator, indexer, router, workers)
 
 
@@ -88,24 +90,25 @@ def _seats(mesh: MeshSettings) -> list[_Seat]:
     ]
 
 
-def _worker(mesh: MeshSettings, seat: _Seat, index: int, told: dict[str, Any]) -> WorkerSettings:
+def _worker(mesh: MeshSettings, seat: _Seat, first_rank: int, told: dict[str, Any]) -> WorkerSettings:
     template = _filled(_with_shared(mesh, seat.template), **told)
     return template.model_copy(
         update={
             "role": seat.role,
             "instance_id": seat.name,
             "port": seat.port,
-            "kv_cache_config": _with_events(mesh, template.kv_cache_config, index),
+            "kv_cache_config": _with_events(mesh, template.kv_cache_config, first_rank),
             "cache_transceiver_config": _filled(template.cache_transceiver_config, backend="DEFAULT"),
             "events": _filled(template.events, topic_style="kv"),
         }
     )
 
 
-def _with_events(mesh: MeshSettings, cache: KvCacheConfig, index: int) -> KvCacheConfig:
-    """The cache of the ``index``-th worker of the host, publishing at ports that no other worker has.
+def _with_events(mesh: MeshSettings, cache: KvCacheConfig, first_rank: int) -> KvCacheConfig:
+    """The cache of a worker, publishing at ports that no other worker has.
 
-    Endpoints that a section leaves out are those of the mesh.
+    Endpoints that a section leaves out are those of the mesh. A worker's attention data-parallel ranks count up from
+    its ports, so a worker begins behind all ``first_rank`` engines of the workers before it.
     """
     events = cache.kv_events_config
     if events is None:
@@ -118,13 +121,16 @@ def _with_events(mesh: MeshSettings, cache: KvCacheConfig, index: int) -> KvCach
             endpoint=f"tcp://127.0.0.1:{mesh.events_port}",
             replay_endpoint=f"tcp://127.0.0.1:{mesh.replay_port}",
         )
-    ports = {"endpoint": _shifted(events.endpoint, index), "replay_endpoint": _shifted(events.replay_endpoint, index)}
+    ports = {
+        "endpoint": _shifted(events.endpoint, first_rank),
+        "replay_endpoint": _shifted(events.replay_endpoint, first_rank),
+    }
     return cache.model_copy(update={"kv_events_config": events.model_copy(update=ports)})
 
 
-def _shifted(endpoint: str | None, index: int) -> str | None:
+def _shifted(endpoint: str | None, places: int) -> str | None:
     port = tcp_port(endpoint) if endpoint is not None else None
-    return endpoint if endpoint is None or port is None else with_tcp_port(endpoint, port + index)
+    return endpoint if endpoint is None or port is None else with_tcp_port(endpoint, port + places)
 
 
 def _with_shared(mesh: MeshSettings, section: M) -> M:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["ALONE", "DpSeat", "rank_instance_id", "rank_instance_ids", "server_of"]
+__all__ = ["ALONE", "DpSeat", "RankWish", "rank_instance_id", "rank_instance_ids", "server_of"]
 
 _SEPARATOR = "/"
 """No member's id has one: the coordinator refuses it."""
@@ -23,6 +23,15 @@ class DpSeat(NamedTuple):
 
 ALONE = DpSeat()
 """The engine of a server without attention data parallelism."""
+
+
+class RankWish(NamedTuple):
+    """Which rank of a server a request is to go to; nothing is asked for by default."""
+
+    rank: int | None = None
+    matched_tokens: int | None = None
+    """Leading prompt tokens that the rank holds, as far as the asker knows: then the server weighs the rank against its
+    ranks' load. None: the rank is an order."""
 
 
 def rank_instance_id(instance_id: str, seat: DpSeat) -> str:

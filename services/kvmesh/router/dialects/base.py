@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 from kvmesh.protocol.disagg import CtxUsage, DisaggregatedParams
+from kvmesh.protocol.ranks import RankWish
 from kvmesh.router.work import Work
 
 __all__ = ["Dialect", "Outgoing", "Prefilled"]
@@ -41,10 +42,10 @@ class Dialect(Protocol):
     rewrites_usage: bool
     """Whether generation servers count usage themselves, so that the router must put the context server's in."""
 
-    def whole(self, work: Work) -> Outgoing:
-        """A request that one server serves alone."""
+    def whole(self, work: Work, wish: RankWish) -> Outgoing:
+        """A request that one server serves alone, on the attention data-parallel rank that is wished for."""
 
-    def prefill(self, work: Work, transfer_id: int) -> Outgoing:
+    def prefill(self, work: Work, transfer_id: int, wish: RankWish) -> Outgoing:
         """The first leg: compute the prompt, sample one token, keep the pages under ``transfer_id``."""
 
     def read_prefill(self, work: Work, body: bytes) -> Prefilled:
@@ -54,7 +55,7 @@ class Dialect(Protocol):
             ApiError: 502 naming what is missing.
         """
 
-    def decode(self, work: Work, prefilled: Prefilled, transfer_id: int) -> Outgoing:
+    def decode(self, work: Work, prefilled: Prefilled, transfer_id: int, wish: RankWish) -> Outgoing:
         """The second leg: fetch the pages and generate the rest, first token included."""
 
     def abort(self, transfer_id: int) -> Outgoing | None:

@@ -10,6 +10,7 @@ from kvmesh.protocol.disagg import CtxUsage, DisaggregatedParams
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.openai.requests import ApiKind, ChatCompletionRequest, CompletionRequest
 from kvmesh.protocol.openai.responses import encode
+from kvmesh.protocol.ranks import RankWish
 from kvmesh.router.dialects.base import Outgoing, Prefilled
 from kvmesh.router.work import Work
 
@@ -19,6 +20,7 @@ PATHS: dict[ApiKind, str] = {"completions": "/v1/completions", "chat": "/v1/chat
 UNFINISHED = ("length", "not_finished")
 """Finish reasons of a context leg that has more to come: TensorRT-LLM's servers say ``length`` after one token."""
 
+NO_WISH = RankWish()
 _INTERNAL_CHOICE_FIELDS = ("disaggregated_params", "prompt_token_ids", "token_ids")
 
 
@@ -29,17 +31,26 @@ class KvMeshDialect:
     rewrites_usage = True
     """KVMesh's generation servers repeat ``ctx_usage``; TensorRT-LLM's, which speak the same protocol, do not."""
 
-    def whole(self, work: Work) -> Outgoing:
+    def whole(self, work: Work, wish: RankWish = NO_WISH) -> Outgoing:
         """See :class:`kvmesh.router.dialects.base.Dialect`."""
         named, params = _conversation(work), None
-        if named is not None:
-            params = DisaggregatedParams(request_type="context_and_generation", conversation_id=named)
+        if named is not None or wish.rank is not None:
+            params = DisaggregatedParams(
+                request_type="context_and_generation",
+                conversation_id=named,
+                dp_rank=wish.rank,
+                dp_matched_tokens=wish.matched_tokens,
+            )
         return Outgoing(PATHS[work.kind], encode(_leg(work.request, params, stream=work.request.stream)))
 
-    def prefill(self, work: Work, transfer_id: int) -> Outgoing:
+    def prefill(self, work: Work, transfer_id: int, wish: RankWish = NO_WISH) -> Outgoing:
         """See :class:`kvmesh.router.dialects.base.Dialect`."""
         params = DisaggregatedParams(
-            request_type="context_only", disagg_request_id=transfer_id, conversation_id=_conversation(work)
+            request_type="context_only",
+            disagg_request_id=transfer_id,
+            conversation_id=_conversation(work),
+            dp_rank=wish.rank,
+            dp_matched_tokens=wish.matched_tokens,
         )
         return Outgoing(PATHS[work.kind], encode(_leg(work.request, params, stream=None)))
 
@@ -63,7 +74,7 @@ class KvMeshDialect:
                 choice.pop(field, None)
         return Prefilled(finished, handoff, usage, response)
 
-    def decode(self, work: Work, prefilled: Prefilled, transfer_id: int) -> Outgoing:
+    def decode(self, work: Work, prefilled: Prefilled, transfer_id: int, wish: RankWish = NO_WISH) -> Outgoing:
         """See :class:`kvmesh.router.dialects.base.Dialect`."""
         params = msgspec.structs.replace(
             prefilled.handoff,
@@ -71,6 +82,8 @@ class KvMeshDialect:
             disagg_request_id=transfer_id,
             conversation_id=_conversation(work),
             ctx_usage=prefilled.usage,
+            dp_rank=wish.rank,
+            dp_matched_tokens=wish.matched_tokens,
         )
         return Outgoing(PATHS[work.kind], encode(_leg(work.request, params, stream=work.request.stream)))
 

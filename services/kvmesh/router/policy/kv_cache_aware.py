@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from kvmesh.router.policy.types import Candidate, Decision, Question, Scored, take_turns
 
-__all__ = ["KvCacheAware", "KvCacheAwareArgs", "credit_tokens", "decide"]
+__all__ = ["KvCacheAware", "KvCacheAwareArgs", "credit_tokens", "decide", "tier_credit"]
 
 HOST_CREDIT = 0.75
 """A block in host memory is copied instead of computed (Dynamo's default weight)."""
@@ -36,14 +36,18 @@ class KvCacheAwareArgs(NamedTuple):
     load_cap: int | None = None
 
 
+def tier_credit(device_tokens: int, host_tokens: int, disk_tokens: int) -> float:
+    """What leading tokens are worth by where they are held; a colder tier's count includes the warmer ones'."""
+    return (
+        device_tokens
+        + HOST_CREDIT * max(host_tokens - device_tokens, 0)
+        + DISK_CREDIT * max(disk_tokens - max(host_tokens, device_tokens), 0)
+    )
+
+
 def credit_tokens(candidate: Candidate, prompt_tokens: int) -> float:
     """Prompt tokens that need not be computed there, colder tiers counting less."""
-    credit = (
-        candidate.device_tokens
-        + HOST_CREDIT * max(candidate.host_tokens - candidate.device_tokens, 0)
-        + DISK_CREDIT * max(candidate.disk_tokens - max(candidate.host_tokens, candidate.device_tokens), 0)
-    )
-    return min(credit, prompt_tokens)
+    return min(tier_credit(candidate.device_tokens, candidate.host_tokens, candidate.disk_tokens), prompt_tokens)
 
 
 def decide(candidates: Sequence[Candidate], prompt_tokens: int, args: KvCacheAwareArgs, turn: int) -> Decision:
