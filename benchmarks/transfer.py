@@ -1,45 +1,36 @@
-"""Moves a prompt's pages between two processes and compares with memcpy of as many bytes in the same run.
+"""Moves a prompt's pages between two engine processes, and compares with memcpy and with the library alone.
 
-For every way (shared memory, TCP, NIXL) and page size, through the whole session layer (ticket, control round trip,
-move, acknowledgement), checksums off and on: scattered pages, contiguous pages, and one page. Each transfer is timed
-between two plain copies of the same number of bytes on one thread, and the ratio is the median over rounds, so that a
-busy machine disturbs it least. On shared memory the kernel that copies the pages runs alone, too; what the session adds
-is small against the disturbances of wall time, so that ratio is of processor time. Every page has been moved before:
-the first transfer, whose pages the system still has to provide, is told apart. Then both processes are left alone with
-no session open. The last line is one JSON object; docs/transfers.md has its keys.
+For every way (backend, runtime, bounce) and page size, through the whole session layer (ticket, control round trip,
+move, acknowledgement), checksums off and on: scattered pages, contiguous pages, and one page. A round is a plain copy
+of as many bytes on one thread, the transfer, another plain copy, and the same pages by the library that the way uses,
+between two processes of its own (benchmarks/peers/raw_transfer.py). Ratios are medians over rounds, so that a busy
+machine disturbs them least. On shared memory there is no library: the kernel that copies the pages runs alone, and
+what the session adds is small against the disturbances of wall time, so that ratio is of processor time. Every page has
+been moved before: the first transfer, whose pages the system still has to provide, is told apart. Then both engines are
+left alone with no session open. A way whose library is missing is skipped with the reason.
 
-    python benchmarks/transfer.py [--ways memfd,tcp,nixl] [--mib 128] [--rounds 15] [--threads 1]
+The last line is one JSON object; docs/transfers.md has its keys.
+
+    python benchmarks/transfer.py [--ways memfd,tcp,nixl] [--shapes 64KiB] [--mib 128] [--rounds 15] [--threads 1]
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import json
-import multiprocessing
 import platform
 import statistics
-import time
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
-
-from kvmesh.cache.device import CpuDevice
-from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
-from kvmesh.config.cache_transceiver import CacheTransceiverConfig
-from kvmesh.kernels import ops
-from kvmesh.protocol.disagg import HandOff
-from kvmesh.telemetry import configure_logging
-from kvmesh.transceiver import PoolMemory, Transceiver, create_transceiver
-
-WAYS = {"memfd": ("DEFAULT", "memfd"), "tcp": ("DEFAULT", "tcp"), "nixl": ("NIXL", "auto")}
-LATENCY_ROUNDS = 500
+HERE = Path(__file__).parent
 IDLE_S = 5.0
-PROMPT_DIGEST = bytes(32)
-"""Every transfer is of the same prompt."""
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -54,254 +45,275 @@ class Shape:
 
 
 SHAPES = (
-    Shape("64 KiB", layers=2, kv_heads=4, head_dim=64, tokens_per_block=16),
+    Shape("64KiB", layers=2, kv_heads=4, head_dim=64, tokens_per_block=16),
     # SmolLM2-135M in float32: 1.41 MiB.
     Shape("SmolLM2", layers=30, kv_heads=3, head_dim=64, tokens_per_block=32),
 )
 
 
-class Lease:
-    """Pages that nobody else wants."""
+@dataclass(frozen=True)
+class Way:
+    """How pages move."""
 
-    def __init__(self, pages: np.ndarray) -> None:
-        self._pages = pages
-
-    def page_ids(self, _group: int) -> np.ndarray:
-        """The pages."""
-        return self._pages
-
-    def quarantine(self) -> None:
-        """A peer may still write."""
-
-    def release(self) -> None:
-        """Nothing to give back."""
+    backend: str
+    runtime: str = "PYTHON"
+    plane: str = "auto"
+    bounce: bool = False
+    library: str | None = None
+    """What runs alone for comparison; None on shared memory."""
+    modules: tuple[str, ...] = ()
+    """One of them has to be installed."""
+    launcher: tuple[str, ...] = field(default=())
+    """What each engine is started with."""
 
 
-class Engine:
-    """A pool of twice the pages that move, and a transceiver over it."""
+NIXL = ("nixl_cu13", "nixl_cu12")
+MPIEXEC = str(Path(sys.executable).with_name("mpiexec"))
+WAYS = {
+    "memfd": Way("DEFAULT", plane="memfd"),
+    "memfd-bounce": Way("DEFAULT", plane="memfd", bounce=True),
+    "tcp": Way("DEFAULT", plane="tcp", library="tcp"),
+    "tcp-bounce": Way("DEFAULT", plane="tcp", bounce=True, library="tcp"),
+    "nixl": Way("NIXL", library="nixl", modules=NIXL),
+    "nixl-bounce": Way("NIXL", bounce=True, library="nixl", modules=NIXL),
+    "cpp-builtin": Way("DEFAULT", "CPP"),
+    "cpp-nixl": Way("NIXL", "CPP", library="nixl", modules=NIXL),
+    "cpp-ucx": Way("UCX", "CPP", library="ucx", modules=("ucxx",)),
+    "cpp-mooncake": Way("MOONCAKE", "CPP", library="mooncake", modules=("mooncake",)),
+    "cpp-mpi": Way("MPI", "CPP", library="mpi", modules=("mpi4py",), launcher=(MPIEXEC, "-n", "1")),
+}
 
-    def __init__(self, name: str, way: str, shape: Shape, nbytes: int, checksums: bool) -> None:
-        spec = [
-            LayerCacheSpec(layer_index=i, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim, dtype="float32")
-            for i in range(shape.layers)
-        ]
-        self.layout = PageLayout.build(CacheRequirements(tuple(spec)), shape.tokens_per_block)
-        self.page_bytes = self.layout.pools[0].page_bytes
-        self.moving = nbytes // self.page_bytes
-        self.num_pages = 2 * self.moving
-        self._device = CpuDevice(self.num_pages * self.page_bytes)
-        self.buffer = self._device.allocate(self.num_pages * self.page_bytes)
-        backend, plane = WAYS[way]
-        made = create_transceiver(
-            CacheTransceiverConfig(backend=backend),  # type: ignore[arg-type]
-            layout=self.layout,
-            pools=[
-                PoolMemory(
-                    address=self.buffer.address,
-                    nbytes=self.buffer.nbytes,
-                    num_pages=self.num_pages,
-                    page_bytes=self.page_bytes,
-                    fd=self.buffer.fd,
-                )
-            ],
-            instance_id=name,
-            epoch=1,
-            cluster_secret=b"benchmark",
-            digest=self.layout.digest("benchmark"),
-            summary=self.layout.summary(),
-            plane=plane,  # type: ignore[arg-type]
-            checksums=checksums,
+
+class WayError(Exception):
+    """A process of the benchmark did not start, or ended early."""
+
+
+class Process:
+    """A process that answers JSON lines with JSON lines."""
+
+    def __init__(self, command: list[str], options: dict[str, Any]) -> None:
+        self._process = subprocess.Popen(
+            [*command, json.dumps(options)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        assert made is not None
-        self.transceiver: Transceiver = made
-        self.order = np.random.default_rng(0 if name == "context" else 1)
-        self._rest = np.empty(0, dtype=np.int32)
-        self.transfers = 0
+        self.facts = self.answer()
 
-    def pages(self, kind: str) -> np.ndarray:
-        """One page, or half of the pool: ``contiguous``, or ``scattered``, then every second time the other half."""
-        if kind == "one":
-            return self.order.integers(0, self.num_pages, 1, dtype=np.int32)
-        if kind == "contiguous":
-            return np.arange(self.moving, dtype=np.int32)
-        if not len(self._rest):
-            self._rest = self.order.permutation(self.num_pages).astype(np.int32)
-        drawn, self._rest = self._rest[: self.moving], self._rest[self.moving :]
-        return drawn
+    def tell(self, **command: Any) -> None:
+        """Send a command."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
 
+    def answer(self) -> dict[str, Any]:
+        """The next answer."""
+        assert self._process.stdout is not None
+        if not (line := self._process.stdout.readline()):
+            raise WayError(f"a process ended with {self._process.wait(10)}; what it said is above")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
-def core_percent(seconds: float) -> float:
-    """Share of one core that this process takes while it is left alone."""
-    begin_s = time.process_time()
-    time.sleep(seconds)
-    return 100 * (time.process_time() - begin_s) / seconds
+    def ask(self, **command: Any) -> dict[str, Any]:
+        """Send a command and wait for its answer."""
+        self.tell(**command)
+        return self.answer()
 
-
-def context_process(pipe: Connection, arguments: tuple[Any, ...], threads: int) -> None:
-    """Offers what it is asked for: a kind of pages goes in, a hand-off comes out."""
-    configure_logging("context", "warning")
-    ops.set_num_threads(threads)
-    engine = Engine("context", *arguments)
-    engine.buffer.array[:] = np.random.default_rng(0).integers(0, 256, engine.buffer.nbytes, dtype=np.uint8)
-    while (kind := pipe.recv()) is not None:
-        engine.transceiver.check_context_transfer_status(0)
-        if kind == "idle":
-            pipe.send(core_percent(IDLE_S))
-            continue
-        engine.transfers += 1
-        pages = engine.pages(kind)
-        tokens = len(pages) * engine.layout.tokens_per_block
-        handoff = engine.transceiver.respond_and_send(
-            engine.transfers, "benchmark", Lease(pages), tokens, 0, PROMPT_DIGEST
-        )
-        pipe.send(handoff)
-    engine.transceiver.shutdown()
+    def end(self) -> None:
+        """Close its stdin and wait."""
+        self._process.communicate(timeout=20)
 
 
-def move_s(engine: Engine, pipe: Connection, kind: str) -> float:
-    """Seconds of one transfer, from the request to the acknowledged end."""
-    pipe.send(kind)
-    handoff = msgspec.msgpack.decode(pipe.recv(), type=HandOff)
-    engine.transfers += 1
-    lease = Lease(engine.pages(kind))
-    start_s = time.perf_counter()
-    engine.transceiver.request_and_receive(engine.transfers, "benchmark", handoff, lease, [0], PROMPT_DIGEST)
-    ended = engine.transceiver.check_gen_transfer_status(1)
-    elapsed_s = time.perf_counter() - start_s
-    if ended.completed != [engine.transfers]:
-        raise RuntimeError(f"the transfer did not complete: {ended}")
-    return elapsed_s
+class Pair:
+    """Two engines, and the library alone."""
+
+    def __init__(self, way: Way, shape: Shape, *, nbytes: int, checksums: bool, threads: int) -> None:
+        config: dict[str, Any] = {"backend": way.backend, "transceiver_runtime": way.runtime}
+        if way.bounce:
+            config["kv_cache_bounce_size_mb"] = -(-nbytes // MIB)
+        options = {
+            "config": config,
+            "plane": way.plane,
+            "shape": dataclasses.asdict(shape),
+            "nbytes": nbytes,
+            "checksums": checksums,
+            "threads": threads,
+        }
+        command = [*way.launcher, sys.executable, str(HERE / "processes" / "transfer_engine.py")]
+        self.context = Process(command, {"role": "context", **options})
+        self.generation = Process(command, {"role": "generation", **options})
+        self.pages, self.page_bytes = self.generation.facts["pages"], self.generation.facts["page_bytes"]
+        self.library = None
+        if way.library is not None:
+            two = [MPIEXEC, "-n", "2"] if way.library == "mpi" else []
+            raw = [*two, sys.executable, str(HERE / "peers" / "raw_transfer.py")]
+            wanted = {"library": way.library, "pages": self.pages, "page_bytes": self.page_bytes}
+            self.library = Process(raw, wanted)
+
+    def move(self, kind: str) -> dict[str, float]:
+        """Wall and processor seconds of one transfer."""
+        return self.generation.ask(do="receive", kind=kind, **self.context.ask(do="offer", kind=kind))
+
+    def memcpy_s(self) -> float:
+        """Seconds of a plain copy."""
+        return float(self.generation.ask(do="memcpy")["s"])
+
+    def raw_s(self, kind: str) -> float | None:
+        """Seconds of the library alone."""
+        return None if self.library is None else float(self.library.ask(kind=kind)["s"])
+
+    def kernel_cpu_s(self) -> float:
+        """Processor seconds of the copying kernel alone."""
+        return float(self.generation.ask(do="kernel")["s"])
+
+    def idle_percent(self) -> float:
+        """Share of a core of the busier engine without sessions."""
+        for engine in (self.context, self.generation):
+            engine.tell(do="idle", s=IDLE_S)
+        return float(max(engine.answer()["core_percent"] for engine in (self.context, self.generation)))
+
+    def end(self) -> None:
+        """End all processes."""
+        for process in (self.generation, self.context, self.library):
+            if process is not None:
+                process.end()
 
 
-class Raw:
-    """The kernel that the shared-memory plane uses, on scattered pages between two pools of one process."""
-
-    def __init__(self, engine: Engine, checksums: bool) -> None:
-        self._engine = engine
-        self._source = CpuDevice(engine.buffer.nbytes).allocate(engine.buffer.nbytes)
-        self._source.array[:] = 1
-        self._copy = ops.copy_pages_checksummed if checksums else ops.copy_pages
-
-    def cpu_s(self) -> float:
-        """Processor seconds of one copy."""
-        engine = self._engine
-        to, of = (engine.order.permutation(engine.num_pages)[: engine.moving].astype(np.int32) for _ in range(2))
-        start_s = time.thread_time()
-        self._copy(engine.buffer.address, to, self._source.address, of, engine.page_bytes)
-        return time.thread_time() - start_s
-
-
-def memcpy_s(target: np.ndarray, source: np.ndarray) -> float:
-    """Seconds of one plain copy."""
-    start_s = time.perf_counter()
-    np.copyto(target, source)
-    return time.perf_counter() - start_s
-
-
-def measure(way: str, shape: Shape, *, nbytes: int, checksums: bool, rounds: int, threads: int) -> dict[str, Any]:
-    """One row: ratios to memcpy and to the raw copy, throughput, the latency of one page, and what idling takes."""
-    processes = multiprocessing.get_context("spawn")
-    pipe, theirs = processes.Pipe()
-    arguments = (way, shape, nbytes, checksums)
-    context = processes.Process(target=context_process, args=(theirs, arguments, threads))
-    context.start()
-    engine = Engine("generation", *arguments)
-    moved = engine.moving * engine.page_bytes
-    source, target = np.ones(moved, dtype=np.uint8), np.zeros(moved, dtype=np.uint8)
+def measure(name: str, shape: Shape, *, rounds: int, latency_rounds: int, **options: Any) -> dict[str, Any]:
+    """One row: ratios to memcpy and to the library, throughput, the latency of one page, and what idling takes."""
+    pair = Pair(WAYS[name], shape, **options)
+    moved = pair.pages * pair.page_bytes
     for _ in range(3):
-        memcpy_s(target, source)
-    move_s(engine, pipe, "one")  # Pairs the two.
-    first_s = move_s(engine, pipe, "scattered")
-    move_s(engine, pipe, "scattered")
-    raw = Raw(engine, checksums) if way == "memfd" else None
+        pair.memcpy_s()
+    pair.move("one")  # Pairs the two.
+    first_s = pair.move("scattered")["s"]
+    pair.move("scattered")
     seconds: dict[str, list[float]] = {"scattered": [], "contiguous": []}
     ratios: dict[str, list[float]] = {"scattered": [], "contiguous": []}
-    raws: list[float] = []
+    raws: dict[str, list[float]] = {"scattered": [], "contiguous": []}
+    kernels: list[float] = []
     for _ in range(rounds):
         for kind, taken in seconds.items():
-            around = [memcpy_s(target, source)]
-            begin_cpu_s = time.process_time()
-            taken.append(move_s(engine, pipe, kind))
-            used_s = time.process_time() - begin_cpu_s
-            around.append(memcpy_s(target, source))
-            ratios[kind].append(statistics.mean(around) / taken[-1])
-            if raw is not None and kind == "scattered":
-                raws.append(raw.cpu_s() / used_s)
-    latencies = [move_s(engine, pipe, "one") for _ in range(LATENCY_ROUNDS)]
-    pipe.send("idle")
-    idle = max(core_percent(IDLE_S), pipe.recv())
-    pipe.send(None)
-    context.join()
-    engine.transceiver.shutdown()
+            before_s = pair.memcpy_s()
+            move = pair.move(kind)
+            taken.append(move["s"])
+            ratios[kind].append((before_s + pair.memcpy_s()) / 2 / move["s"])
+            if (raw_s := pair.raw_s(kind)) is not None:
+                raws[kind].append(raw_s / move["s"])
+            elif kind == "scattered":
+                kernels.append(pair.kernel_cpu_s() / move["cpu_s"])
+    latencies = [pair.move("one")["s"] for _ in range(latency_rounds)]
+    raw_latencies = [pair.raw_s("one") or 0.0 for _ in range(latency_rounds)] if pair.library is not None else []
+    idle = pair.idle_percent()
+    pair.end()
     return {
-        "way": way,
+        "way": name,
         "page": shape.name,
-        "page_bytes": engine.page_bytes,
-        "pages": engine.moving,
-        "checksums": checksums,
-        "ratio_vs_memcpy": round(statistics.median(ratios["scattered"]), 3),
-        "contiguous_ratio_vs_memcpy": round(statistics.median(ratios["contiguous"]), 3),
-        "ratio_vs_raw_copy": round(statistics.median(raws), 3) if raws else None,
+        "page_bytes": pair.page_bytes,
+        "pages": pair.pages,
+        "checksums": options["checksums"],
+        "ratio_vs_memcpy": _median(ratios["scattered"]),
+        "contiguous_ratio_vs_memcpy": _median(ratios["contiguous"]),
+        "ratio_vs_raw_copy": _median(kernels),
+        "ratio_vs_library": _median(raws["scattered"]),
+        "contiguous_ratio_vs_library": _median(raws["contiguous"]),
         "gib_per_s": round(moved / statistics.median(seconds["scattered"]) / 2**30, 2),
         "first_transfer_gib_per_s": round(moved / first_s / 2**30, 2),
         "one_page_us_p50": round(statistics.median(latencies) * 1e6),
+        "library_one_page_us_p50": round(statistics.median(raw_latencies) * 1e6) if raw_latencies else None,
         "idle_core_percent": round(idle, 2),
+    }
+
+
+def _median(values: list[float]) -> float | None:
+    return round(statistics.median(values), 3) if values else None
+
+
+def obstacle(way: Way) -> str | None:
+    """Why this way cannot run here; None when it can."""
+    if way.modules and not any(importlib.util.find_spec(module) for module in way.modules):
+        return f"{' or '.join(way.modules)} is not installed"
+    return None
+
+
+def told(row: dict[str, Any]) -> str:
+    """A row for people."""
+    versus = (
+        f"library {row['ratio_vs_library']} (contiguous {row['contiguous_ratio_vs_library']})"
+        if row["ratio_vs_library"] is not None
+        else f"raw copy {row['ratio_vs_raw_copy']}"
+    )
+    return (
+        f"{row['way']:13} {row['page']:8} x {row['pages']:4}  checksums {'on ' if row['checksums'] else 'off'}  "
+        f"memcpy {row['ratio_vs_memcpy']:5.2f} (contiguous {row['contiguous_ratio_vs_memcpy']:.2f})  {versus}  "
+        f"{row['gib_per_s']:6.2f} GiB/s  one page {row['one_page_us_p50']} us "
+        f"(library {row['library_one_page_us_p50']})  idle {row['idle_core_percent']} %"
+    )
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The keys that docs/transfers.md describes: of the same-host default, then of every way."""
+    small = {(row["way"], row["checksums"]): row for row in rows if row["page"] == SHAPES[0].name}
+
+    def told(key: str, checksums: bool) -> float | None:
+        row = small.get(("memfd", checksums))
+        return row[key] if row else None
+
+    by_way: dict[str, Any] = {}
+    for (way, checksums), row in small.items():
+        suffix = "_checksums" if checksums else ""
+        by_way.setdefault(way, {}).update(
+            {
+                f"scattered_ratio_vs_memcpy{suffix}": row["ratio_vs_memcpy"],
+                f"contiguous_ratio_vs_memcpy{suffix}": row["contiguous_ratio_vs_memcpy"],
+                f"scattered_ratio_vs_library{suffix}": row["ratio_vs_library"],
+                f"contiguous_ratio_vs_library{suffix}": row["contiguous_ratio_vs_library"],
+                f"one_page_us_p50{suffix}": row["one_page_us_p50"],
+                f"idle_core_percent{suffix}": row["idle_core_percent"],
+            }
+        )
+    return {
+        "scattered_ratio_vs_memcpy": told("ratio_vs_memcpy", checksums=False),
+        "scattered_ratio_vs_memcpy_checksums": told("ratio_vs_memcpy", checksums=True),
+        "contiguous_ratio_vs_memcpy": told("contiguous_ratio_vs_memcpy", checksums=False),
+        "scattered_ratio_vs_raw_copy": told("ratio_vs_raw_copy", checksums=False),
+        "one_page_us_p50": told("one_page_us_p50", checksums=False),
+        "one_page_us_p50_checksums": told("one_page_us_p50", checksums=True),
+        "idle_core_percent": max((row["idle_core_percent"] for row in rows), default=None),
+        "ways": by_way,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    has_nixl = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13"))
-    ways = [way for way in WAYS if way != "nixl" or has_nixl]
-    parser.add_argument("--ways", default=",".join(ways), help="comma-separated: memfd, tcp, nixl")
+    parser.add_argument("--ways", default=",".join(WAYS), help=f"comma-separated: {', '.join(WAYS)}")
+    parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES), help="comma-separated page sizes")
     parser.add_argument("--mib", type=int, default=128, help="bytes of one transfer, in MiB")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--latency-rounds", type=int, default=500)
     parser.add_argument("--threads", type=int, default=1, help="threads of a copy or checksum; memcpy uses one")
     options = parser.parse_args()
-    configure_logging("generation", "warning")
-    ops.set_num_threads(options.threads)
-    rows = []
-    for way in options.ways.split(","):
+    rows: list[dict[str, Any]] = []
+    skipped: dict[str, str] = {}
+    for name in options.ways.split(","):
+        if (reason := obstacle(WAYS[name])) is not None:
+            skipped[name] = reason
+            print(f"{name:13} skipped: {reason}", flush=True)
+            continue
         for shape in SHAPES:
+            if shape.name not in options.shapes.split(","):
+                continue
             for checksums in (False, True):
                 row = measure(
-                    way,
+                    name,
                     shape,
-                    nbytes=options.mib << 20,
-                    checksums=checksums,
                     rounds=options.rounds,
+                    latency_rounds=options.latency_rounds,
+                    nbytes=options.mib * MIB,
+                    checksums=checksums,
                     threads=options.threads,
                 )
                 rows.append(row)
-                print(
-                    f"{way:6} {shape.name:8} x {row['pages']:4}  checksums {'on ' if checksums else 'off'}  "
-                    f"{row['ratio_vs_memcpy']:5.2f} of memcpy (contiguous {row['contiguous_ratio_vs_memcpy']:.2f}, "
-                    f"of the raw copy {row['ratio_vs_raw_copy']})  {row['gib_per_s']:6.2f} GiB/s  "
-                    f"one page {row['one_page_us_p50']} us  idle {row['idle_core_percent']} %",
-                    flush=True,
-                )
-    default = {row["checksums"]: row for row in rows if row["way"] == "memfd" and row["page"] == SHAPES[0].name}
-
-    def told(key: str, checksums: bool) -> float | None:
-        return default[checksums][key] if default else None
-
-    print(
-        json.dumps(
-            {
-                "benchmark": "transfer",
-                "machine": platform.machine(),
-                "threads": options.threads,
-                "scattered_ratio_vs_memcpy": told("ratio_vs_memcpy", checksums=False),
-                "scattered_ratio_vs_memcpy_checksums": told("ratio_vs_memcpy", checksums=True),
-                "contiguous_ratio_vs_memcpy": told("contiguous_ratio_vs_memcpy", checksums=False),
-                "scattered_ratio_vs_raw_copy": told("ratio_vs_raw_copy", checksums=False),
-                "one_page_us_p50": told("one_page_us_p50", checksums=False),
-                "one_page_us_p50_checksums": told("one_page_us_p50", checksums=True),
-                "idle_core_percent": max(row["idle_core_percent"] for row in rows),
-                "rows": rows,
-            }
-        )
-    )
+                print(told(row), flush=True)
+    head = {"benchmark": "transfer", "machine": platform.machine(), "threads": options.threads}
+    print(json.dumps({**head, **summary(rows), "skipped": skipped, "rows": rows}))
 
 
 if __name__ == "__main__":
