@@ -95,6 +95,8 @@ class Hello(msgspec.Struct, tag=True, kw_only=True):
     layout_digest: str
     layout_summary: str
     """What the digest covers, readable: a refusal names both values."""
+    layout: bytes
+    """Msgpack of the :class:`~kvmesh.cache.layout.PageLayout`: how ranks share a block, which may differ."""
     backend: str
     agent: bytes = b""
     """Backend-specific descriptor (NIXL agent metadata, pool address...)."""
@@ -112,6 +114,7 @@ class HelloReply(msgspec.Struct, tag=True, kw_only=True):
     epoch: int
     layout_digest: str
     layout_summary: str
+    layout: bytes
     backend: str
     agent: bytes = b""
     process: bytes = b""
@@ -129,9 +132,10 @@ class RequestData(msgspec.Struct, tag=True, kw_only=True):
     """The receiver's session number, echoed in every answer: an answer to an older session is dropped."""
     ticket: bytes
     first_block: list[int]
-    """Per layer group: the index of the first block that is wanted; earlier blocks are already held."""
+    """Per layer group of the receiver: the index of the first block that is wanted; earlier blocks are held already."""
     dst_pages: list[bytes]
-    """Per layer group: int32 page ids at the receiver, one for each wanted block, in order."""
+    """Per layer group of the receiver: int32 page ids there, one for each wanted block, in order; negative where none
+    is kept."""
     claim: bytes = b""
     """Generation first, instead of a ticket: a signed :class:`Claim`; the prompt may not be computed yet."""
 
@@ -147,10 +151,13 @@ class TransferResult(msgspec.Struct, tag=True, kw_only=True):
     session: int
     status: Literal["ready", "done", "checksums", "failed", "cancelled"]
     src_pages: list[bytes] = []
+    """With ``ready``: per route (:mod:`kvmesh.transceiver.routes`) int32 page ids at the owner of what moves."""
+    src_tiers: list[bytes] = []
+    """With ``ready`` and ``done``: per route a byte for each of those pages, 0 device and 1 host; empty: device."""
     checked: bool = False
     """With ``ready`` and ``done``: the checksums are in this message, or in one that follows."""
     checksums: list[bytes] = []
-    """Per layer group: uint64 per page."""
+    """Per part of the transfer (:mod:`kvmesh.transceiver.parts`): uint64 per piece."""
     access: bytes = b""
     """Pull planes with a data socket: what to present there."""
     bytes_moved: int = 0

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 __all__ = ["PROTOCOL_VERSION", "package_version"]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised whenever a message changes in a way that an older process cannot read."""
 
 

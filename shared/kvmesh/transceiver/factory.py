@@ -51,7 +51,7 @@ def create_transceiver(
     Args:
         config: the server's ``cache_transceiver_config``.
         layout: of the cache's pages; ``pools[i]`` is the memory of ``layout.pools[i]``.
-        pools: the memory that holds the pages.
+        pools: the memory that holds the pages of the device, then, where there is one, of the host tier.
         instance_id: of this engine, unique in the mesh.
         epoch: of this life of it; a higher one fences the lower.
         cluster_secret: shared by the mesh; signs tickets and introductions.
@@ -84,7 +84,8 @@ def create_transceiver(
     for warning in resolved.warnings:
         log.warning(warning)
     refuse_unbuilt(config, resolved)
-    if [pool.page_bytes for pool in pools] != [pool.page_bytes for pool in layout.pools]:
+    sizes = [pool.page_bytes for pool in layout.pools]
+    if [pool.page_bytes for pool in pools] not in (sizes, 2 * sizes):
         raise TransceiverConfigError("the pools' page sizes are not those of the layout")
     if not cluster_secret:
         raise TransceiverConfigError("transfers need a cluster secret (cluster_secret, or a file that holds it)")
@@ -92,7 +93,7 @@ def create_transceiver(
     if checksums and facts.pool_device == "cuda":
         log.warning("transfer_checksums has no effect on CUDA pools: pages are checked in host memory only")
         checksums = False
-    data_plane = _build_plane(resolved.backend, layout, pools, f"{instance_id}#{epoch}", bind_host, plane, times)
+    data_plane = _build_plane(resolved.backend, pools, f"{instance_id}#{epoch}", bind_host, plane, times)
     transceiver = Transceiver(
         key=PeerKey(instance_id, epoch),
         layout=layout,
@@ -114,17 +115,15 @@ def create_transceiver(
 
 def _build_plane(
     backend: BackendName,
-    layout: PageLayout,
     pools: Sequence[PoolMemory],
     name: str,
     bind_host: str,
     choice: PlaneChoice,
     times: TransferTimes,
 ) -> DataPlane:
-    pool_of_group = [group.pool for group in layout.groups]
     try:
         if backend == "NIXL":
-            return NixlPlane(pools, pool_of_group, name=name, bind_host=bind_host, connect_timeout_s=times.connect_s)
-        return BuiltinPlane(pools, pool_of_group, choice=choice, bind_host=bind_host)
+            return NixlPlane(pools, name=name, bind_host=bind_host, connect_timeout_s=times.connect_s)
+        return BuiltinPlane(pools, choice=choice, bind_host=bind_host)
     except PlaneError as error:
         raise TransceiverConfigError(str(error)) from error

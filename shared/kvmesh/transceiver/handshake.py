@@ -1,29 +1,49 @@
-"""Hello and its answer: built, signed, checked, and the sentence that says why two engines cannot pair."""
+"""Hello and its answer: built, signed, checked, what they agree on, and the sentence that says why they cannot."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
+from kvmesh.cache.layout import PageLayout
 from kvmesh.protocol.transfer import Hello, HelloReply
 from kvmesh.protocol.version import PROTOCOL_VERSION
 from kvmesh.transceiver.liveness import ProcessIdentity
+from kvmesh.transceiver.planes.base import Side
+from kvmesh.transceiver.routes import Route, RouteError, plan_routes
 from kvmesh.transceiver.tickets import Signer
 from kvmesh.transceiver.types import PeerKey
 
-__all__ = ["Handshake", "Introduction", "pairing_obstacle"]
+__all__ = ["Handshake", "Introduction", "Pairing", "PairingRefusedError", "pairing_obstacle"]
 
 _Signed = TypeVar("_Signed", Hello, HelloReply)
 
 
+_layout_decoder: Final = msgspec.msgpack.Decoder(PageLayout)
+
+
 class Introduction(NamedTuple):
-    """What must agree between two engines before pages move."""
+    """Who an engine is, and what must agree between two of them before pages move."""
 
     key: PeerKey
     backend: str
     layout_digest: str
     layout_summary: str
+    layout: PageLayout
+
+
+class Pairing(NamedTuple):
+    """How pages go between this engine and a peer."""
+
+    layout: PageLayout
+    """The peer's."""
+    routes: tuple[Route, ...]
+    """From the owner's pages to the receiver's."""
+
+
+class PairingRefusedError(Exception):
+    """Two engines cannot exchange pages; the message names both values of what differs."""
 
 
 def pairing_obstacle(mine: Introduction, peer: Hello | HelloReply) -> str | None:
@@ -55,6 +75,8 @@ class Handshake:
         self.mine = mine
         self._signer = signer
         self._agent = agent
+        self._layout = msgspec.msgpack.encode(mine.layout)
+        self._same = Pairing(mine.layout, plan_routes(mine.layout, mine.layout))
         self._process = msgspec.msgpack.encode(ProcessIdentity.current())
 
     def hello(self) -> Hello:
@@ -65,6 +87,7 @@ class Handshake:
                 epoch=self.mine.key.epoch,
                 layout_digest=self.mine.layout_digest,
                 layout_summary=self.mine.layout_summary,
+                layout=self._layout,
                 backend=self.mine.backend,
                 agent=self._agent,
                 process=self._process,
@@ -79,6 +102,7 @@ class Handshake:
                 epoch=self.mine.key.epoch,
                 layout_digest=self.mine.layout_digest,
                 layout_summary=self.mine.layout_summary,
+                layout=self._layout,
                 backend=self.mine.backend,
                 agent=b"" if refused else self._agent,
                 process=self._process,
@@ -86,11 +110,28 @@ class Handshake:
             )
         )
 
-    def obstacle(self, peer: Hello | HelloReply) -> str | None:
-        """Why this engine does not pair with ``peer``, or None."""
+    def pair(self, peer: Hello | HelloReply, side: Side) -> Pairing:
+        """What an introduction comes to.
+
+        Args:
+            peer: the introduction.
+            side: which of the two this engine is.
+
+        Raises:
+            PairingRefusedError: it is not signed with this cluster's secret, or the two do not fit together.
+        """
         if not self._signer.verifies(_payload(peer), peer.auth):
-            return f"{self.mine.key.instance_id} does not share a cluster secret with this peer"
-        return pairing_obstacle(self.mine, peer)
+            raise PairingRefusedError(f"{self.mine.key.instance_id} does not share a cluster secret with this peer")
+        if (obstacle := pairing_obstacle(self.mine, peer)) is not None:
+            raise PairingRefusedError(obstacle)
+        if peer.layout == self._layout:
+            return self._same
+        try:
+            theirs = _layout_decoder.decode(peer.layout)
+            mine = self.mine.layout
+            return Pairing(theirs, plan_routes(mine, theirs) if side == "owner" else plan_routes(theirs, mine))
+        except (msgspec.MsgspecError, RouteError) as error:
+            raise PairingRefusedError(f"the page layout of {peer.instance_id} does not fit: {error}") from error
 
     def _sign(self, message: _Signed) -> _Signed:
         message.auth = self._signer.mac(_payload(message))

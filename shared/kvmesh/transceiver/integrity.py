@@ -1,4 +1,4 @@
-"""Per-page checksums: computed by the owner, compared by the receiver before it trusts a page.
+"""Checksums of every piece that moves: computed by the owner, compared by the receiver before it trusts a page.
 
 Neither waits for the other: the owner sums its pages while the receiver copies. What the receiver sums is what arrived:
 where it copies from shared memory, the very bytes that it writes, in the same pass; elsewhere its own pages, read back
@@ -13,70 +13,77 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmesh.kernels import ops
-from kvmesh.transceiver.types import PageIds, PoolMemory
+from kvmesh.transceiver.planes.base import Part
+from kvmesh.transceiver.types import PoolMemory
 
 __all__ = ["PageChecksums", "RunningChecksums", "checksum_difference"]
 
 
 class RunningChecksums:
-    """Checksums of a list of pages, computed slice by slice.
+    """Checksums of the local pieces of some parts, computed slice by slice.
 
     Args:
-        pools: for every layer group its pool.
-        pages: for every layer group the pages.
+        pools: this engine's pools.
+        parts: what moves.
     """
 
-    def __init__(self, pools: Sequence[PoolMemory], pages: Sequence[PageIds]) -> None:
+    def __init__(self, pools: Sequence[PoolMemory], parts: Sequence[Part]) -> None:
         self._pools = pools
-        self._pages = pages
-        self._sums: list[NDArray[np.uint64]] = [np.zeros(len(ids), dtype=np.uint64) for ids in pages]
+        self._parts = parts
+        self._sums: list[NDArray[np.uint64]] = [np.zeros(len(part.local), dtype=np.uint64) for part in parts]
 
-    def add(self, group: int, part: slice) -> None:
-        """Compute those of ``pages[group][part]``."""
-        pool = self._pools[group]
-        self._sums[group][part] = ops.checksum_pages(pool.address, self._pages[group][part], pool.page_bytes)
+    def add(self, part: int, pieces: slice) -> None:
+        """Compute those of ``pieces`` of ``parts[part]``."""
+        of = self._parts[part]
+        pool = self._pools[of.local_pool]
+        self._sums[part][pieces] = ops.checksum_pages(
+            pool.address + of.local_offset, of.local[pieces], of.nbytes, pool.page_bytes
+        )
 
-    def put(self, group: int, part: slice, sums: NDArray[np.uint64]) -> None:
-        """Take those of ``pages[group][part]`` from whoever wrote the pages and summed what was written."""
-        self._sums[group][part] = sums
+    def put(self, part: int, pieces: slice, sums: NDArray[np.uint64]) -> None:
+        """Take those of ``pieces`` of ``parts[part]`` from whoever wrote them and summed what was written."""
+        self._sums[part][pieces] = sums
+
+    def add_all(self) -> None:
+        """Compute all."""
+        for part in range(len(self._parts)):
+            self.add(part, slice(None))
 
     def encoded(self) -> list[bytes]:
-        """Per layer group the little-endian uint64 checksums; zero for pages that were not added."""
+        """By part the little-endian uint64 checksums; zero for pieces that were not added."""
         return [sums.astype("<u8", copy=False).tobytes() for sums in self._sums]
 
 
 class PageChecksums:
-    """Checksums of pages in host memory; 64 bits each, against accidents and not against attackers.
+    """Checksums of what is in host memory; 64 bits each, against accidents and not against attackers.
 
     Args:
         pools: this engine's pools.
-        pool_of_group: for every layer group the index of its pool.
     """
 
-    def __init__(self, pools: Sequence[PoolMemory], pool_of_group: Sequence[int]) -> None:
-        self._pools = [pools[pool] for pool in pool_of_group]
+    def __init__(self, pools: Sequence[PoolMemory]) -> None:
+        self._pools = pools
 
-    def running(self, pages: Sequence[PageIds]) -> RunningChecksums:
-        """Begin to sum ``pages``."""
-        return RunningChecksums(self._pools, pages)
+    def running(self, parts: Sequence[Part]) -> RunningChecksums:
+        """Begin to sum the local pieces of ``parts``."""
+        return RunningChecksums(self._pools, parts)
 
-    def of(self, pages: Sequence[PageIds]) -> list[bytes]:
-        """Per layer group the little-endian uint64 checksums of ``pages``."""
-        sums = self.running(pages)
-        for group in range(len(pages)):
-            sums.add(group, slice(None))
+    def of(self, parts: Sequence[Part]) -> list[bytes]:
+        """By part the little-endian uint64 checksums of its local pieces."""
+        sums = self.running(parts)
+        sums.add_all()
         return sums.encoded()
 
 
 def checksum_difference(ours: Sequence[bytes], theirs: Sequence[bytes]) -> str | None:
-    """What is wrong with pages that have the checksums ``ours`` here and ``theirs`` at their owner; None if nothing."""
+    """What is wrong with pieces of checksums ``ours`` here and ``theirs`` at their owner; None if nothing."""
     if len(ours) != len(theirs):
-        return f"checksums of {len(theirs)} layer groups came for {len(ours)}"
-    for group, (here, there) in enumerate(zip(ours, theirs, strict=True)):
+        return f"checksums of {len(theirs)} parts came for {len(ours)}"
+    for part, (here, there) in enumerate(zip(ours, theirs, strict=True)):
         if len(here) != len(there):
-            return f"group {group}: {len(there) // 8} checksums came for {len(here) // 8} pages"
+            return f"part {part}: {len(there) // 8} checksums came for {len(here) // 8} pages"
         wrong = np.flatnonzero(np.frombuffer(here, "<u8") != np.frombuffer(there, "<u8"))
         if len(wrong):
             pages = len(here) // 8
-            return f"group {group}: {len(wrong)} of {pages} pages arrived damaged, the first at index {int(wrong[0])}"
+            return f"part {part}: {len(wrong)} of {pages} pages arrived damaged, the first at index {int(wrong[0])}"
     return None

@@ -9,6 +9,7 @@ from typing import Final
 
 from kvmesh.protocol.transfer import HelloReply
 from kvmesh.telemetry import get_logger
+from kvmesh.transceiver.handshake import Pairing, PairingRefusedError
 from kvmesh.transceiver.local import LocalEngine
 from kvmesh.transceiver.peers import watch_process
 from kvmesh.transceiver.planes.base import PlaneError
@@ -39,6 +40,8 @@ class Link:
     """Connection set-up fails then."""
     state: LinkState = LinkState.INTRODUCING
     lost_since_s: float | None = None
+    pairing: Pairing | None = None
+    """Known once the owner has answered."""
 
 
 class Links:
@@ -93,11 +96,14 @@ class Links:
         if link is None or link.state is not LinkState.INTRODUCING:
             return
         answered = PeerKey(reply.instance_id, reply.epoch)
-        obstacle = self._engine.handshake.obstacle(reply) or reply.refused
-        if obstacle is None and answered != link.peer:
-            obstacle = f"{answered} answers at {endpoint}, where {link.peer} is expected"
-        if obstacle is not None:
-            self.drop(link, "pairing_refused", obstacle)
+        try:
+            link.pairing = self._engine.handshake.pair(reply, "receiver")
+            if reply.refused is not None:
+                raise PairingRefusedError(reply.refused)
+            if answered != link.peer:
+                raise PairingRefusedError(f"{answered} answers at {endpoint}, where {link.peer} is expected")
+        except PairingRefusedError as refusal:
+            self.drop(link, "pairing_refused", str(refusal))
             return
         link.state = LinkState.ATTACHING
         watch_process(self._engine, link.peer, reply.process)
@@ -134,7 +140,7 @@ class Links:
         # What its sessions still have to say goes out before the connection closes.
         self._on_down(link, code, reason)
         self._engine.hang_up(link.endpoint)
-        self._engine.workers.retire(worker_of(link.endpoint), lambda: self._engine.plane.detach(link.peer))
+        self._engine.workers.retire(worker_of(link.endpoint), lambda: self._engine.plane.detach(link.peer, "receiver"))
 
     def take_lives(self, instance_id: str, epoch: int) -> list[Link]:
         """The links to lives of an instance up to ``epoch``."""
@@ -145,7 +151,7 @@ class Links:
     def _attach(self, link: Link, descriptor: bytes) -> None:
         plane = self._engine.plane
         try:
-            way = plane.attach(link.peer, descriptor) if plane.direction == "pull" else plane.name.lower()
+            way = plane.name.lower() if plane.attaches == "owner" else plane.attach(link.peer, descriptor, "receiver")
         except PlaneError as error:
             reason = f"cannot reach the memory of {link.peer}: {error}"
             self._run_locked(lambda: self.drop(link, "peer_unreachable", reason))

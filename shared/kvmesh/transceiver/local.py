@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvmesh.cache.layout import PageLayout
 from kvmesh.net.clock import Clock
 from kvmesh.protocol.transfer import ControlMessage
 from kvmesh.transceiver.control import Route
@@ -28,8 +29,8 @@ class LocalEngine:
 
     key: PeerKey
     pools: Sequence[PoolMemory]
-    pool_of_group: Sequence[int]
-    tokens_per_block: int
+    """Those of the device, in the layout's order, then those of the host tier in the same order, if there are any."""
+    layout: PageLayout
     plane: DataPlane
     checksums: PageChecksums | None
     """None when they are switched off, or cannot be computed on this memory."""
@@ -60,7 +61,7 @@ class LocalEngine:
         Raises:
             ValueError: the lease has fewer.
         """
-        num_blocks = -(-num_tokens // self.tokens_per_block)
+        num_blocks = self.layout.num_blocks(num_tokens)
         pages = [np.array(lease.page_ids(group)[:num_blocks], dtype=np.int32) for group in range(self.num_groups)]
         for group, ids in enumerate(pages):
             if len(ids) != num_blocks:
@@ -72,8 +73,8 @@ class LocalEngine:
     @property
     def num_groups(self) -> int:
         """Layer groups of the layout."""
-        return len(self.pool_of_group)
+        return len(self.layout.groups)
 
     def page_bytes(self, group: int) -> int:
         """Bytes of one page of a layer group."""
-        return self.pools[self.pool_of_group[group]].page_bytes
+        return self.layout.groups[group].page_bytes

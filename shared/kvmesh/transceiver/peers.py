@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvmesh.telemetry import get_logger
+from kvmesh.transceiver.handshake import Pairing
 from kvmesh.transceiver.liveness import ProcessGoneError, ProcessIdentity, open_process
 from kvmesh.transceiver.local import LocalEngine
 from kvmesh.transceiver.types import PeerKey
@@ -18,17 +19,19 @@ class Receivers:
     def __init__(self) -> None:
         self._peers: dict[bytes, PeerKey] = {}
         self._routes: dict[PeerKey, bytes] = {}
+        self._pairings: dict[PeerKey, Pairing] = {}
 
     def __len__(self) -> int:
         return len(self._routes)
 
-    def add(self, route: bytes, peer: PeerKey) -> bool:
-        """Note where ``peer`` is reached; returns whether it was unknown."""
+    def add(self, route: bytes, peer: PeerKey, pairing: Pairing) -> bool:
+        """Note where ``peer`` is reached, and how pages go to it; returns whether it was unknown."""
         former = self._routes.get(peer)
         if former is not None:
             self._peers.pop(former, None)
         self._peers[route] = peer
         self._routes[peer] = route
+        self._pairings[peer] = pairing
         return former is None
 
     def peer(self, route: bytes) -> PeerKey | None:
@@ -39,11 +42,16 @@ class Receivers:
         """Where ``peer`` is reached."""
         return self._routes.get(peer) if peer is not None else None
 
+    def pairing(self, peer: PeerKey) -> Pairing:
+        """How pages go to a receiver that has introduced itself."""
+        return self._pairings[peer]
+
     def take_lives(self, instance_id: str, epoch: int) -> list[PeerKey]:
         """Forget the lives of an instance up to ``epoch``; returns them."""
         gone = [peer for peer in self._routes if peer.instance_id == instance_id and peer.epoch <= epoch]
         for peer in gone:
             self._peers.pop(self._routes.pop(peer), None)
+            del self._pairings[peer]
         return gone
 
 

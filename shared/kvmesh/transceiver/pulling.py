@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvmesh.net.faults import FaultInjectedError, fault_point
 from kvmesh.protocol.transfer import CancelSession, ResultAck, TransferResult
+from kvmesh.transceiver.handshake import Pairing
 from kvmesh.transceiver.integrity import checksum_difference
 from kvmesh.transceiver.links import worker_of
 from kvmesh.transceiver.local import LocalEngine
-from kvmesh.transceiver.planes.base import MoveJob, MoveStoppedError, PlaneError
-from kvmesh.transceiver.runs import decode_pages
+from kvmesh.transceiver.parts import decode_sources, make_parts
+from kvmesh.transceiver.planes.base import MoveJob, MoveStoppedError, Part, PlaneError
+from kvmesh.transceiver.runs import MissingPageError, decode_pages
 from kvmesh.transceiver.sessions import ReceiveSession
 from kvmesh.transceiver.states import ReceiveEvent, SessionState, next_receive_status
 from kvmesh.transceiver.table import SessionTable
+from kvmesh.transceiver.types import PageIds
 from kvmesh.transceiver.workers import WorkerBusyError
 
 __all__ = ["Pulling"]
@@ -30,22 +35,18 @@ class Pulling:
         self._engine = engine
         self._table = table
 
-    def start_pull(self, session: ReceiveSession, granted: TransferResult) -> None:
+    def start_pull(self, session: ReceiveSession, pairing: Pairing, granted: TransferResult) -> None:
         """Copy the pages that the owner has granted (under the lock)."""
         try:
-            remote = [decode_pages(data) for data in granted.src_pages]
-        except ValueError as error:
-            self._fail(session, f"the owner's page list cannot be read: {error}")
+            parts = self._parts_of(session, pairing, [decode_pages(data) for data in granted.src_pages], granted)
+        except (MissingPageError, ValueError) as error:
+            self._fail(session, f"the owner's answer makes no sense: {error}")
             return
-        if [len(ids) for ids in remote] != [len(ids) for ids in session.local]:
-            self._fail(session, "the owner granted another number of pages than were asked for")
-            return
-        self._prepare_check(session, granted)
+        self._prepare_check(session, parts, granted)
         job = MoveJob(
             transfer_id=session.transfer_id,
             session=session.session,
-            local=session.local,
-            remote=remote,
+            parts=parts,
             access=granted.access,
             control=session.control,
             sums=session.sums,
@@ -55,9 +56,16 @@ class Pulling:
         self._apply(session, ReceiveEvent.MOVING)
         self._submit(session, job)
 
-    def start_check(self, session: ReceiveSession, written: TransferResult) -> None:
+    def start_check(self, session: ReceiveSession, pairing: Pairing, written: TransferResult) -> None:
         """Check the pages that the owner has written (under the lock)."""
-        self._prepare_check(session, written)
+        # Where they came from plays no part any more, only which of them came together.
+        pages = [np.zeros(len(session.local[route.receiver_group]), dtype=np.int32) for route in pairing.routes]
+        try:
+            parts = self._parts_of(session, pairing, pages, written)
+        except MissingPageError as error:
+            self._fail(session, f"the owner's answer makes no sense: {error}")
+            return
+        self._prepare_check(session, parts, written)
         self._submit(session, None)
 
     def take_checksums(self, session: ReceiveSession, sums: list[bytes]) -> None:
@@ -95,9 +103,23 @@ class Pulling:
         message = CancelSession(transfer_id=session.transfer_id, session=session.session, ticket=session.token)
         self._engine.send(session.endpoint, message)
 
-    def _prepare_check(self, session: ReceiveSession, answer: TransferResult) -> None:
+    def _parts_of(
+        self, session: ReceiveSession, pairing: Pairing, pages: list[PageIds], answer: TransferResult
+    ) -> list[Part]:
+        if len(pages) != len(pairing.routes):
+            raise MissingPageError(f"pages of {len(pages)} routes are granted, there are {len(pairing.routes)}")
+        return make_parts(
+            pairing.routes,
+            decode_sources(pages, answer.src_tiers),
+            session.local,
+            owner=pairing.layout,
+            receiver=self._engine.layout,
+            side="receiver",
+        )
+
+    def _prepare_check(self, session: ReceiveSession, parts: list[Part], answer: TransferResult) -> None:
         if answer.checked and self._engine.checksums is not None:
-            session.sums = self._engine.checksums.running(session.local)
+            session.sums = self._engine.checksums.running(parts)
 
     def _submit(self, session: ReceiveSession, job: MoveJob | None) -> None:
         session.busy = True
@@ -121,8 +143,7 @@ class Pulling:
                 assert session.peer is not None
                 self._engine.plane.move(session.peer, job)
             elif session.sums is not None:
-                for group in range(len(session.local)):
-                    session.sums.add(group, slice(None))
+                session.sums.add_all()
             fault_point("transceiver.before_ack")
         except MoveStoppedError:
             reason = "stopped"

@@ -16,6 +16,7 @@ from kvmesh.net.faults import FaultInjectedError, fault_point
 from kvmesh.protocol.disagg import HandOff
 from kvmesh.protocol.transfer import CancelSession, HelloReply, Refused, RequestData, ResultAck, Ticket, TransferResult
 from kvmesh.telemetry import get_logger
+from kvmesh.transceiver.handshake import Pairing
 from kvmesh.transceiver.links import Link, Links, LinkState
 from kvmesh.transceiver.local import LocalEngine
 from kvmesh.transceiver.precancel import PreCancels
@@ -201,9 +202,9 @@ class ReceiverSide:
                 self.table.counters.dropped += 1
                 self._log.warning("an answer makes no sense", transfer_id=result.transfer_id, status=result.status)
             elif result.status == "ready":
-                self._pulling.start_pull(session, result)
+                self._pulling.start_pull(session, self._pairing_of(session), result)
             elif result.status == "done":
-                self._pulling.start_check(session, result)
+                self._pulling.start_check(session, self._pairing_of(session), result)
             elif result.status == "checksums":
                 self._pulling.take_checksums(session, result.checksums)
             elif result.status == "cancelled":
@@ -283,6 +284,12 @@ class ReceiverSide:
         session.peer_may_write = self._push
         # Notifies: a poll that waits has to learn of the new deadline.
         self._apply(session, ReceiveEvent.ASKED)
+
+    def _pairing_of(self, session: ReceiveSession) -> Pairing:
+        link = self.links.get(session.endpoint)
+        assert link is not None
+        assert link.pairing is not None
+        return link.pairing
 
     def _cancel(self, session: ReceiveSession, reason: str) -> None:
         session.control.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -19,7 +18,6 @@ __all__ = [
     "encode_pages",
     "pair_pages",
     "select",
-    "slices",
 ]
 
 
@@ -85,10 +83,3 @@ def contiguous_runs(pages: PageIds) -> list[PageRun]:
         return []
     starts = np.concatenate(([0], np.flatnonzero(np.diff(pages) != 1) + 1, [len(pages)]))
     return [PageRun(int(pages[start]), int(end - start)) for start, end in itertools.pairwise(starts)]
-
-
-def slices(lengths: Sequence[int], most: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """Cut several lists into slices: yields (list index, slice), each slice at most ``most[index]`` long."""
-    for index, (length, step) in enumerate(zip(lengths, most, strict=True)):
-        for start in range(0, length, step):
-            yield index, slice(start, min(start + step, length))

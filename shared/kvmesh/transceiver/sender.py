@@ -11,17 +11,19 @@ import secrets
 
 from kvmesh.protocol.transfer import CancelSession, Hello, Refused, RequestData, ResultAck, Ticket, TransferResult
 from kvmesh.telemetry import get_logger
+from kvmesh.transceiver.handshake import PairingRefusedError
 from kvmesh.transceiver.local import LocalEngine
+from kvmesh.transceiver.parts import HeldPages, choose_sources, make_parts
 from kvmesh.transceiver.peers import Receivers, watch_process
 from kvmesh.transceiver.planes.base import MoveJob
 from kvmesh.transceiver.precancel import PreCancels
-from kvmesh.transceiver.runs import MissingPageError, decode_pages, pair_pages, select
+from kvmesh.transceiver.runs import MissingPageError, decode_pages, select
 from kvmesh.transceiver.serving import Serving
 from kvmesh.transceiver.sessions import SendSession
 from kvmesh.transceiver.states import InvalidTransitionError, SendEvent, next_send_status
 from kvmesh.transceiver.table import SessionTable
 from kvmesh.transceiver.tickets import SpentNonces, TicketError, check_ticket
-from kvmesh.transceiver.types import PageIds, PageLease, PeerKey, TransferPoll
+from kvmesh.transceiver.types import PageLease, PeerKey, TransferPoll
 
 __all__ = ["SenderSide"]
 
@@ -84,7 +86,7 @@ class SenderSide:
             deadline_s=now_s + engine.times.timeout_s,
             num_tokens=num_tokens,
             ticket=ticket,
-            held=engine.leased_pages(lease, num_tokens),
+            held=[HeldPages(ids) for ids in engine.leased_pages(lease, num_tokens)],
         )
         with self.table.lock:
             self.table.add(session, deadline_unix_ms=ticket.expires_unix_ms)
@@ -133,14 +135,16 @@ class SenderSide:
         """A receiver introduces itself: pair with it or say why not."""
         engine = self._engine
         peer = PeerKey(hello.instance_id, hello.epoch)
-        if (obstacle := engine.handshake.obstacle(hello)) is not None:
-            self._log.warning("refused to pair", peer=str(peer), reason=obstacle)
-            engine.send(route, engine.handshake.reply(refused=obstacle))
+        try:
+            pairing = engine.handshake.pair(hello, "owner")
+        except PairingRefusedError as refusal:
+            self._log.warning("refused to pair", peer=str(peer), reason=str(refusal))
+            engine.send(route, engine.handshake.reply(refused=str(refusal)))
             return
         # A newer life of an engine fences the older ones.
         self.peer_dead(peer.instance_id, peer.epoch - 1)
         with self.table.lock:
-            unknown = self.receivers.add(route, peer)
+            unknown = self.receivers.add(route, peer, pairing)
         if unknown:
             watch_process(engine, peer, hello.process)
         self._serving.pair(route, peer, hello.agent)
@@ -168,7 +172,7 @@ class SenderSide:
                 self._serving.answer(session, "cancelled", message="the transfer was cancelled")
                 return
             try:
-                job = self._pair_pages(session, request)
+                job = self._job_of(session, peer, request)
             except (MissingPageError, ValueError) as error:
                 self._serving.answer(session, "failed", message=str(error))
                 status = next_send_status(session.status, SendEvent.FAIL)
@@ -213,26 +217,15 @@ class SenderSide:
 
     # Under the lock.
 
-    def _pair_pages(self, session: SendSession, request: RequestData) -> MoveJob:
-        groups = len(session.held)
-        if len(request.first_block) != groups or len(request.dst_pages) != groups:
-            raise MissingPageError(f"pages of {len(request.dst_pages)} layer groups are wanted, {groups} are held")
-        local: list[PageIds] = []
-        remote: list[PageIds] = []
-        parts = zip(session.held, request.first_block, map(decode_pages, request.dst_pages), strict=True)
-        for group, (held, first, wanted) in enumerate(parts):
-            moving = pair_pages(held, first, wanted)
-            local.append(select(held[first:], moving))
-            remote.append(select(wanted, moving))
-            session.num_pages += len(local[-1])
-            session.num_bytes += len(local[-1]) * self._engine.page_bytes(group)
-        return MoveJob(
-            transfer_id=session.transfer_id,
-            session=session.session,
-            local=local,
-            remote=remote,
-            control=session.control,
-        )
+    def _job_of(self, session: SendSession, peer: PeerKey, request: RequestData) -> MoveJob:
+        theirs, routes = self.receivers.pairing(peer)
+        wanted = [decode_pages(data) for data in request.dst_pages]
+        session.sources = choose_sources(routes, session.held, request.first_block, wanted)
+        targets = [select(ids, ids >= 0) for ids in wanted]
+        parts = make_parts(routes, session.sources, targets, owner=self._engine.layout, receiver=theirs, side="owner")
+        session.num_pages = sum(map(len, targets))
+        session.num_bytes = sum(part.total_bytes for part in parts)
+        return MoveJob(transfer_id=session.transfer_id, session=session.session, parts=parts, control=session.control)
 
     def _moves(self, peer: PeerKey, number: int) -> bool:
         sessions = itertools.chain(self.table.open.values(), self.table.quarantine)

@@ -9,6 +9,7 @@ from kvmesh.net.faults import FaultInjectedError, fault_point
 from kvmesh.protocol.transfer import TransferResult
 from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.local import LocalEngine
+from kvmesh.transceiver.parts import encode_tiers
 from kvmesh.transceiver.peers import Receivers
 from kvmesh.transceiver.planes.base import MoveJob, MoveStoppedError, PlaneError
 from kvmesh.transceiver.runs import encode_pages
@@ -31,8 +32,8 @@ class Serving:
         self._log = get_logger("transceiver.serving")
 
     def pair(self, route: bytes, peer: PeerKey, descriptor: bytes) -> None:
-        """Answer a receiver's introduction, after its memory has become reachable where this side writes."""
-        if self._engine.plane.direction == "pull":
+        """Answer a receiver's introduction, after its memory has become reachable where this side must reach it."""
+        if self._engine.plane.attaches == "receiver":
             self._engine.send(route, self._engine.handshake.reply())
         else:
             self._submit(peer, lambda: self._attach(route, peer, descriptor))
@@ -48,7 +49,7 @@ class Serving:
 
     def forget(self, peer: PeerKey) -> None:
         """A receiver is gone: let go of its memory when its worker has stopped."""
-        self._engine.workers.retire(_worker(peer), lambda: self._engine.plane.detach(peer))
+        self._engine.workers.retire(_worker(peer), lambda: self._engine.plane.detach(peer, "owner"))
 
     def answer(
         self, session: SendSession, status: Literal["ready", "done", "checksums", "failed", "cancelled"], **fields: Any
@@ -63,7 +64,7 @@ class Serving:
 
     def _attach(self, route: bytes, peer: PeerKey, descriptor: bytes) -> None:
         try:
-            way = self._engine.plane.attach(peer, descriptor)
+            way = self._engine.plane.attach(peer, descriptor, "owner")
         except PlaneError as error:
             self._log.warning("cannot reach a receiver's memory", peer=str(peer), reason=str(error))
             self._engine.send(route, self._engine.handshake.reply(refused=str(error)))
@@ -81,11 +82,18 @@ class Serving:
                     raise MoveStoppedError
                 self._apply(session, SendEvent.STARTED)
                 if plane.direction == "pull":
-                    access = plane.grant(session.transfer_id, session.session, job.local)
-                    pages = [encode_pages(ids) for ids in job.local]
+                    access = plane.grant(session.transfer_id, session.session, job.parts)
                     # Of a few pages the checksums go along at once.
-                    early = checksums.of(job.local) if quick and checksums is not None else []
-                    self.answer(session, "ready", src_pages=pages, access=access, checked=checked, checksums=early)
+                    early = checksums.of(job.parts) if quick and checksums is not None else []
+                    self.answer(
+                        session,
+                        "ready",
+                        src_pages=[encode_pages(source.ids) for source in session.sources],
+                        src_tiers=encode_tiers(session.sources),
+                        access=access,
+                        checked=checked,
+                        checksums=early,
+                    )
                     checksums = None if early else checksums
             if plane.direction == "push":
                 plane.move(peer, job)
@@ -94,14 +102,20 @@ class Serving:
                     if session.terminal or session.control.stopped:
                         raise MoveStoppedError
                     self._apply(session, SendEvent.WRITTEN)
-                    self.answer(session, "done", bytes_moved=session.num_bytes, checked=checked)
+                    self.answer(
+                        session,
+                        "done",
+                        bytes_moved=session.num_bytes,
+                        src_tiers=encode_tiers(session.sources),
+                        checked=checked,
+                    )
         except MoveStoppedError:
             self._cancelled(session)
         except (PlaneError, FaultInjectedError) as error:
             self._fail(session, str(error))
         else:
             # While the receiver copies, or sums what it has got.
-            sums = checksums.of(job.local) if checksums is not None else []
+            sums = checksums.of(job.parts) if checksums is not None else []
             self._served(session, sums)
 
     def _served(self, session: SendSession, sums: list[bytes]) -> None:

@@ -8,6 +8,7 @@ from typing import Final
 
 from kvmesh.protocol.transfer import Ticket
 from kvmesh.transceiver.integrity import RunningChecksums
+from kvmesh.transceiver.parts import HeldPages, Source
 from kvmesh.transceiver.planes.base import MoveControl
 from kvmesh.transceiver.states import INITIAL_STATUS, Status
 from kvmesh.transceiver.types import PageIds, PageLease, PeerKey, TransferFailure
@@ -71,8 +72,10 @@ class SendSession(Session):
     """The page owner's side. The deadline is armed once, when the session opens, and only flags."""
 
     ticket: Ticket
-    held: list[PageIds]
-    """Per layer group: the request's pages, fixed while the lease is held."""
+    held: list[HeldPages]
+    """Per layer group: the request's pages, fixed from the moment that somebody asks for them."""
+    sources: list[Source] = field(default_factory=list)
+    """Per route to the receiver: the pages that it asked for."""
 
     def asked_by(self, peer: PeerKey | None, session: int) -> bool:
         """Whether a message of ``peer`` about its session number concerns this one."""

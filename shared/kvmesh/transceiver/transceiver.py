@@ -72,16 +72,14 @@ class Transceiver:
         self._control = Control(str(key), bind_host, self)
         self._ledger = Ledger(key, clock)
         self._workers = PeerWorkers("kvmesh-transfer")
-        pool_of_group = [group.pool for group in layout.groups]
-        self._introduction = Introduction(key, plane.name, digest, summary)
+        self._introduction = Introduction(key, plane.name, digest, summary, layout)
         self._addresses = Signer(cluster_secret, "address")
         engine = LocalEngine(
             key=key,
             pools=pools,
-            pool_of_group=pool_of_group,
-            tokens_per_block=layout.tokens_per_block,
+            layout=layout,
             plane=plane,
-            checksums=PageChecksums(pools, pool_of_group) if checksums else None,
+            checksums=PageChecksums(pools) if checksums else None,
             handshake=Handshake(self._introduction, Signer(cluster_secret, "hello"), plane.describe()),
             tickets=Signer(cluster_secret, "ticket"),
             times=times,
@@ -280,10 +278,10 @@ class Transceiver:
     def pins(self) -> list[tuple[float, int]]:
         """Of every open transfer, the monotonic time at which it began, and how many pages it pins here."""
         with self._sender.table.lock:
-            sent = [(one.started_s, one.held) for one in self._sender.table.open.values()]
+            sent = [(one.started_s, [len(held.ids) for held in one.held]) for one in self._sender.table.open.values()]
         with self._receiver.table.lock:
-            received = [(one.started_s, one.local) for one in self._receiver.table.open.values()]
-        return [(started_s, sum(map(len, pages))) for started_s, pages in [*sent, *received]]
+            received = [(one.started_s, list(map(len, one.local))) for one in self._receiver.table.open.values()]
+        return [(started_s, sum(pages)) for started_s, pages in [*sent, *received]]
 
     def shutdown(self) -> None:
         """Close everything and release every lease; idempotent. Takes a few seconds at most."""

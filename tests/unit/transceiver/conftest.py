@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
+from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
 from kvmesh.net.clock import ManualClock
 from kvmesh.protocol.disagg import HandOff
 from kvmesh.protocol.transfer import (
@@ -37,6 +38,19 @@ PAGE_BYTES = 256
 NUM_PAGES = 64
 TOKENS_PER_BLOCK = 4
 PROMPT_DIGEST = b"p" * 32
+
+
+def small_layout(groups: int) -> PageLayout:
+    """A layer for each of ``groups`` layer groups, which share a pool."""
+    layers = tuple(
+        LayerCacheSpec(
+            layer_index=group, num_kv_heads=1, head_dim=8, dtype="float32", window=None if group == 0 else 64 * group
+        )
+        for group in range(groups)
+    )
+    layout = PageLayout.build(CacheRequirements(layers), TOKENS_PER_BLOCK)
+    assert [pool.page_bytes for pool in layout.pools] == [PAGE_BYTES]
+    return layout
 
 
 class FakeLease:
@@ -123,17 +137,22 @@ class FakePlane:
     def describe(self) -> bytes:
         return b"memory"
 
-    def attach(self, peer: PeerKey, descriptor: bytes) -> str:
+    @property
+    def attaches(self) -> str:
+        return "receiver" if self.direction == "pull" else "owner"
+
+    def attach(self, peer: PeerKey, descriptor: bytes, side: str) -> str:
+        assert side == self.attaches
         if self.attach_error is not None:
             raise PlaneError(self.attach_error)
         assert descriptor == b"memory"
         return "fake"
 
-    def detach(self, peer: PeerKey) -> None:
+    def detach(self, peer: PeerKey, side: str) -> None:
         self.detached.append(peer)
 
-    def grant(self, transfer_id: int, session: int, pages: Sequence[Any]) -> bytes:
-        self.granted[transfer_id, session] = pages
+    def grant(self, transfer_id: int, session: int, parts: Sequence[Any]) -> bytes:
+        self.granted[transfer_id, session] = parts
         return b"key"
 
     def revoke(self, transfer_id: int, session: int) -> None:
@@ -146,7 +165,7 @@ class FakePlane:
             raise PlaneError(self.move_error)
         job.control.checkpoint()
         self.moved.append(job)
-        return job.num_pages * PAGE_BYTES
+        return job.num_bytes
 
     def is_quick(self, peer: PeerKey, nbytes: int) -> bool:
         return nbytes <= self.quick_bytes
@@ -192,12 +211,12 @@ class Wire:
         key = PeerKey(name, 1)
         plane = FakePlane(direction)
         pool = PoolMemory(address=0, nbytes=NUM_PAGES * PAGE_BYTES, num_pages=NUM_PAGES, page_bytes=PAGE_BYTES)
-        introduction = Introduction(key, plane.name, "d" * 64, "a layout")
+        layout = small_layout(groups)
+        introduction = Introduction(key, plane.name, "d" * 64, "a layout", layout)
         return LocalEngine(
             key=key,
             pools=[pool],
-            pool_of_group=[0] * groups,
-            tokens_per_block=TOKENS_PER_BLOCK,
+            layout=layout,
             plane=plane,
             checksums=None,
             handshake=Handshake(introduction, Signer(SECRET, "hello"), plane.describe()),

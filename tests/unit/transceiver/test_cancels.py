@@ -249,7 +249,7 @@ def test_a_receiver_that_has_its_pages_gets_their_checksums_though_the_owner_can
         assert push.leases["context", 7].released == 0
         return []
 
-    sums = SimpleNamespace(add=lambda group, part: None, encoded=lambda: [b""])
+    sums = SimpleNamespace(add_all=lambda: None, encoded=lambda: [b""])
     for engine in (push.context, push.generation):
         object.__setattr__(
             engine, "checksums", SimpleNamespace(of=lambda pages: [*sum_pages(pages), b""], running=lambda pages: sums)

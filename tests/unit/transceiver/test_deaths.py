@@ -84,7 +84,7 @@ def test_a_copy_from_shared_memory_outlives_its_owner(pull: Wire) -> None:
 def test_a_copy_without_its_owners_checksums_is_not_accepted(pull: Wire) -> None:
     for engine in (pull.context, pull.generation):
         object.__setattr__(engine, "checksums", SimpleNamespace(of=lambda pages: [], running=lambda pages: sums))
-    sums = SimpleNamespace(add=lambda group, part: None, encoded=list)
+    sums = SimpleNamespace(add_all=lambda: None, encoded=list)
     pull.ask(7, pull.offer(7))
     pull.deliver_to_context()
     pull.context.workers.run()

@@ -1,50 +1,95 @@
+"""Introductions: who pairs with whom, and the sentence for who does not."""
+
 from __future__ import annotations
 
-from kvmesh.transceiver.handshake import Handshake, Introduction
+import msgspec
+import pytest
+
+from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
+from kvmesh.cache.sharding import shard_requirements
+from kvmesh.protocol.transfer import Hello, HelloReply
+from kvmesh.protocol.version import PROTOCOL_VERSION
+from kvmesh.transceiver.handshake import Handshake, Introduction, PairingRefusedError
 from kvmesh.transceiver.tickets import Signer
 from kvmesh.transceiver.types import PeerKey
 
+LAYERS = tuple(LayerCacheSpec(layer_index=i, num_kv_heads=4, head_dim=16, dtype="float32") for i in range(2))
 
-def handshake(name: str = "a", *, backend: str = "NIXL", digest: str = "1" * 64, secret: bytes = b"s") -> Handshake:
-    introduction = Introduction(PeerKey(name, 1), backend, digest, f"layout of {name}")
+
+def layout(tp_size: int = 1) -> PageLayout:
+    return PageLayout.build(shard_requirements(CacheRequirements(LAYERS), tp_size, 1), 8)
+
+
+def handshake(
+    name: str = "a", *, backend: str = "NIXL", digest: str = "1" * 64, secret: bytes = b"s", tp_size: int = 1
+) -> Handshake:
+    introduction = Introduction(PeerKey(name, 1), backend, digest, f"layout of {name}", layout(tp_size))
     return Handshake(introduction, Signer(secret, "hello"), b"descriptor")
 
 
-def test_equal_engines_pair() -> None:
-    assert handshake("a").obstacle(handshake("b").hello()) is None
-    assert handshake("b").obstacle(handshake("a").reply()) is None
+def refusal(mine: Handshake, message: Hello | HelloReply) -> str:
+    with pytest.raises(PairingRefusedError) as caught:
+        mine.pair(message, "owner")
+    return str(caught.value)
+
+
+def test_equal_engines_pair_page_by_page() -> None:
+    for message in (handshake("b").hello(), handshake("b").reply()):
+        pairing = handshake("a").pair(message, "owner")
+        assert [route.spans for route in pairing.routes] == [((0, 0, layout().groups[0].page_bytes),)]
+
+
+def test_engines_of_unequal_ranks_pair_and_agree_on_the_routes() -> None:
+    """semantics §6.7"""
+    owner, receiver = handshake("a", tp_size=2), handshake("b")
+    there = owner.pair(receiver.hello(), "owner")
+    here = receiver.pair(owner.reply(), "receiver")
+    assert there.routes == here.routes
+    assert (there.layout, here.layout) == (layout(), layout(2))
 
 
 def test_another_layout_is_refused_naming_both() -> None:
-    sentence = handshake("a").obstacle(handshake("b", digest="2" * 64).hello())
-    assert sentence is not None
+    sentence = refusal(handshake("a"), handshake("b", digest="2" * 64).hello())
     for part in ("model or cache layout differs", "1" * 16, "2" * 16, "layout of a", "layout of b"):
         assert part in sentence
 
 
+def test_a_layout_that_is_none_is_refused() -> None:
+    other = handshake("b")
+    hello = other._sign(_with(other.hello(), layout=b"\xc1"))
+    assert "the page layout of b does not fit" in refusal(handshake("a"), hello)
+
+
+def test_a_layout_that_lacks_what_its_digest_promises_is_refused() -> None:
+    other = handshake("b")
+    fewer = PageLayout.build(CacheRequirements(LAYERS[:1]), 8)
+    reply = other._sign(_with(other.reply(), layout=msgspec.msgpack.encode(fewer)))
+    with pytest.raises(PairingRefusedError, match="head 0 of the k buffer of layer 1 is in no page of the owner"):
+        handshake("a").pair(reply, "receiver")
+
+
 def test_another_backend_is_refused_naming_both() -> None:
-    sentence = handshake("a").obstacle(handshake("b", backend="BUILTIN").hello())
-    assert sentence is not None
+    sentence = refusal(handshake("a"), handshake("b", backend="BUILTIN").hello())
     assert "b uses BUILTIN, a uses NIXL" in sentence
 
 
 def test_another_protocol_is_refused() -> None:
     other = handshake("b")
-    hello = other._sign(_with(other.hello(), protocol=9))
-    assert handshake("a").obstacle(hello) == "transfer protocol differs: b speaks 9, a speaks 1"
+    hello = other._sign(_with(other.hello(), protocol=99))
+    assert refusal(handshake("a"), hello) == (f"transfer protocol differs: b speaks 99, a speaks {PROTOCOL_VERSION}")
 
 
 def test_a_stranger_is_refused() -> None:
-    sentence = handshake("a").obstacle(handshake("b", secret=b"other").hello())
+    sentence = refusal(handshake("a"), handshake("b", secret=b"other").hello())
     assert sentence == "a does not share a cluster secret with this peer"
     tampered = _with(handshake("b").hello(), agent=b"other memory")
-    assert handshake("a").obstacle(tampered) == sentence
+    assert refusal(handshake("a"), tampered) == sentence
 
 
 def test_a_refusal_describes_no_memory() -> None:
     reply = handshake("a").reply(refused="no")
     assert (reply.agent, reply.refused) == (b"", "no")
-    assert handshake("b").obstacle(reply) is None
+    handshake("b").pair(reply, "receiver")
 
 
 def _with(message, **changes):  # type: ignore[no-untyped-def]

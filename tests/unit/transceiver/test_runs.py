@@ -13,7 +13,6 @@ from kvmesh.transceiver.runs import (
     decode_pages,
     encode_pages,
     pair_pages,
-    slices,
 )
 
 
@@ -26,17 +25,6 @@ def test_runs_name_every_page_in_order(pages: list[int]) -> None:
     runs = contiguous_runs(ids(*pages))
     assert [page for start, length in runs for page in range(start, start + length)] == pages
     assert all(first.start + first.length != second.start for first, second in itertools.pairwise(runs))
-
-
-@given(st.lists(st.integers(0, 30), max_size=5).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, 7))))
-def test_slices_cover_every_list(case: tuple[list[int], int]) -> None:
-    lengths, most = case
-    seen = [0] * len(lengths)
-    for index, part in slices(lengths, [most] * len(lengths)):
-        assert part.start == seen[index]
-        assert part.stop - part.start <= most
-        seen[index] = part.stop
-    assert seen == lengths
 
 
 def test_pages_travel_as_little_endian_int32() -> None:

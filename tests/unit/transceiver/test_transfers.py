@@ -30,8 +30,9 @@ def test_only_the_missing_pages_move_and_everything_is_released(wire: Wire) -> N
 
     (job,) = wire.context_plane.moved + wire.generation_plane.moved
     pulls = wire.generation_plane.direction == "pull"
-    source, target = (job.remote, job.local) if pulls else (job.local, job.remote)
-    assert (source[0].tolist(), target[0].tolist()) == ([3, 9, 4], [12, 13, 14])
+    (part,) = job.parts
+    source, target = (part.remote, part.local) if pulls else (part.local, part.remote)
+    assert (source.tolist(), target.tolist()) == ([3, 9, 4], [12, 13, 14])
 
     assert wire.released(7) == (0, 0), "leases go on the executor's thread only"
     assert wire.receiver.poll(0) == ([7], [], [], [])
@@ -57,8 +58,8 @@ def test_pages_left_of_a_window_do_not_move(make_wire: Callable[..., Wire]) -> N
     wire.ask(7, wire.offer(7, [5, 3, 9, 4]), [-1, -1, 13, 14])
     wire.pump()
     (job,) = wire.generation_plane.moved
-    assert [pages.tolist() for pages in job.remote] == [[9, 4]] * 2
-    assert [pages.tolist() for pages in job.local] == [[13, 14]] * 2
+    assert [part.remote.tolist() for part in job.parts] == [[9, 4]] * 2
+    assert [part.local.tolist() for part in job.parts] == [[13, 14]] * 2
     assert wire.receiver.poll(0).completed == [7]
 
 
@@ -249,11 +250,11 @@ class Checksums:
     def __init__(self, value: int) -> None:
         self._value = value
 
-    def running(self, pages: Any) -> Any:
-        return SimpleNamespace(add=lambda _group, _part: None, encoded=lambda: self.of(pages))
+    def running(self, parts: Any) -> Any:
+        return SimpleNamespace(add_all=lambda: None, encoded=lambda: self.of(parts))
 
-    def of(self, pages: Any) -> list[bytes]:
-        return [bytes([self._value] * 8 * len(ids)) for ids in pages]
+    def of(self, parts: Any) -> list[bytes]:
+        return [bytes([self._value] * 8 * len(part.local)) for part in parts]
 
 
 def with_checksums(wire: Wire, at_context: int, at_generation: int) -> None:
@@ -275,7 +276,7 @@ def test_damaged_pages_are_not_accepted(wire: Wire) -> None:
     wire.pump()
     (failure,) = wire.receiver.poll(0).failed
     assert failure.code == "checksum_mismatch"
-    assert failure.message == "group 0: 4 of 4 pages arrived damaged, the first at index 0"
+    assert failure.message == "part 0: 4 of 4 pages arrived damaged, the first at index 0"
     assert wire.sender.poll(0).failed[0].code == "receiver_failed"
     assert wire.released(7) == (1, 1)
 
@@ -301,7 +302,7 @@ def test_a_few_pages_move_without_another_thread(pull: Wire) -> None:
     pull.ask(7, pull.offer(7))
     pull.deliver_to_context()
     (ready,) = pull.to_generation
-    assert (ready.status, ready.checksums) == ("ready", Checksums(5).of([range(4)])), "in one message"
+    assert (ready.status, ready.checksums) == ("ready", [b"\x05" * 8 * 4]), "in one message"
     pull.deliver_to_generation()
     pull.deliver_to_context()
     assert not pull.context.workers.run()  # type: ignore[attr-defined]
@@ -376,7 +377,7 @@ def test_an_owner_that_grants_another_number_of_pages_is_not_believed(pull: Wire
     answer = pull.to_generation.pop()
     pull.to_generation.append(msgspec.structs.replace(answer, src_pages=[b"\0" * 4]))
     pull.pump()
-    assert "another number of pages" in pull.receiver.poll(0).failed[0].message
+    assert "1 pages are granted where 4 are wanted" in pull.receiver.poll(0).failed[0].message
     assert not pull.generation_plane.moved
 
 

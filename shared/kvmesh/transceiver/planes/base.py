@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from kvmesh.net.faults import fault_point
 from kvmesh.transceiver.types import PageIds, PeerKey
 
-__all__ = ["DataPlane", "MoveControl", "MoveJob", "MoveStoppedError", "PageSums", "PlaneError"]
+__all__ = ["DataPlane", "MoveControl", "MoveJob", "MoveStoppedError", "PageSums", "Part", "PlaneError", "Side"]
+
+Side = Literal["owner", "receiver"]
 
 
 class PlaneError(Exception):
@@ -56,24 +58,49 @@ class MoveControl:
             raise MoveStoppedError
 
 
+class Part(NamedTuple):
+    """Equal pieces of pages: piece ``i`` goes between page ``local[i]`` here and page ``remote[i]`` at the peer.
+
+    A piece lies at ``pool.address + page * pool.page_bytes + offset``.
+    """
+
+    local_pool: int
+    """Index into this engine's pools: those of the device, then those of the host tier."""
+    local: PageIds
+    """int32 ``[n]``."""
+    remote_pool: int
+    """Index into the peer's pools."""
+    remote: PageIds
+    """int32 ``[n]``."""
+    nbytes: int
+    """Of each piece; a whole page where both layouts are equal."""
+    local_offset: int = 0
+    """Inside the page."""
+    remote_offset: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all pieces."""
+        return len(self.local) * self.nbytes
+
+
 class PageSums(Protocol):
-    """Checksums of the pages of a job, by (layer group, part): every page is given once, in either way."""
+    """Checksums of the pieces of a job: every piece is given once, in either way."""
 
-    def put(self, group: int, part: slice, sums: NDArray[np.uint64]) -> None:
-        """Take those that the mover computed while it wrote ``local[group][part]``."""
+    def put(self, part: int, pieces: slice, sums: NDArray[np.uint64]) -> None:
+        """Take those that the mover computed while it wrote ``pieces`` of ``parts[part]``."""
 
-    def add(self, group: int, part: slice) -> None:
-        """Compute those of ``local[group][part]`` from what lies there now."""
+    def add(self, part: int, pieces: slice) -> None:
+        """Compute those of ``pieces`` of ``parts[part]`` from what lies there now."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class MoveJob:
-    """Which pages to move: page ``local[g][i]`` here and page ``remote[g][i]`` at the peer, for every layer group."""
+    """What to move."""
 
     transfer_id: int
     session: int
-    local: Sequence[PageIds]
-    remote: Sequence[PageIds]
+    parts: Sequence[Part]
     access: bytes = b""
     """What the owner gave out with :meth:`DataPlane.grant` (pull planes)."""
     control: MoveControl = field(default_factory=MoveControl)
@@ -81,9 +108,9 @@ class MoveJob:
     """Gets the checksums of the pages as they arrive (pull planes)."""
 
     @property
-    def num_pages(self) -> int:
-        """Pages over all groups."""
-        return sum(len(pages) for pages in self.local)
+    def num_bytes(self) -> int:
+        """Bytes over all parts."""
+        return sum(part.total_bytes for part in self.parts)
 
 
 class DataPlane(Protocol):
@@ -101,11 +128,20 @@ class DataPlane(Protocol):
     def direction(self) -> Literal["pull", "push"]:
         """Which side moves."""
 
+    @property
+    def attaches(self) -> Literal["owner", "receiver", "both"]:
+        """Which side calls :meth:`attach` before pages move; of both, the owner first."""
+
     def describe(self) -> bytes:
         """What a peer needs to attach, sent in the handshake."""
 
-    def attach(self, peer: PeerKey, descriptor: bytes) -> str:
+    def attach(self, peer: PeerKey, descriptor: bytes, side: Side) -> str:
         """Make the peer's memory reachable; blocks for connection set-up at most. Idempotent.
+
+        Args:
+            peer: the other engine, which may be attached on either side, or on both.
+            descriptor: what it said of itself.
+            side: which of the two this engine is.
 
         Returns:
             What was chosen, for the log: ``memfd``, ``tcp``, ``nixl``...
@@ -114,11 +150,11 @@ class DataPlane(Protocol):
             PlaneError: it cannot be reached this way.
         """
 
-    def detach(self, peer: PeerKey) -> None:
-        """Forget the peer. No move to it may be running; unknown peers are ignored."""
+    def detach(self, peer: PeerKey, side: Side) -> None:
+        """Forget the peer on one side. No move with it may be running; unknown peers are ignored."""
 
-    def grant(self, transfer_id: int, session: int, pages: Sequence[PageIds]) -> bytes:
-        """Owner, pull planes: let a session read ``pages``; returns what its receiver must present."""
+    def grant(self, transfer_id: int, session: int, parts: Sequence[Part]) -> bytes:
+        """Owner, pull planes: let a session read ``parts``; returns what its receiver must present."""
 
     def revoke(self, transfer_id: int, session: int) -> None:
         """Owner: the session reads no more. Unknown sessions are ignored."""

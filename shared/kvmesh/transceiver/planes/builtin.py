@@ -11,10 +11,10 @@ from typing import Final, Literal
 
 import msgspec
 
-from kvmesh.transceiver.planes.base import MoveJob, PlaneError
+from kvmesh.transceiver.planes.base import MoveJob, Part, PlaneError, Side
 from kvmesh.transceiver.planes.builtin_memfd import MappedPools, MemfdDescriptor, describe_pools
 from kvmesh.transceiver.planes.builtin_tcp import PageClient, PageServer, PoolViews
-from kvmesh.transceiver.types import PageIds, PeerKey, PoolMemory
+from kvmesh.transceiver.types import PeerKey, PoolMemory
 
 __all__ = ["BuiltinPlane", "PlaneChoice"]
 
@@ -35,7 +35,6 @@ class BuiltinPlane:
 
     Args:
         pools: this engine's pools.
-        pool_of_group: for every layer group the index of its pool.
         choice: which way to take.
         bind_host: where the TCP page server listens.
 
@@ -45,18 +44,15 @@ class BuiltinPlane:
 
     name = "BUILTIN"
 
-    def __init__(
-        self, pools: Sequence[PoolMemory], pool_of_group: Sequence[int], *, choice: PlaneChoice, bind_host: str
-    ) -> None:
+    def __init__(self, pools: Sequence[PoolMemory], *, choice: PlaneChoice, bind_host: str) -> None:
         if any(pool.device != "cpu" for pool in pools):
             raise PlaneError("the built-in plane moves host memory; use cache_transceiver_config.backend NIXL on CUDA")
         self._pools = tuple(pools)
-        self._pool_of_group = tuple(pool_of_group)
         self._choice = choice
         self._memfd = describe_pools(pools) if choice != "tcp" else None
         if choice == "memfd" and self._memfd is None:
             raise PlaneError("transfer_plane memfd needs pools backed by a memfd; use auto or tcp")
-        self._server = PageServer(self._pools, self._pool_of_group, bind_host=bind_host) if choice != "memfd" else None
+        self._server = PageServer(self._pools, bind_host=bind_host) if choice != "memfd" else None
         self._lock = threading.Lock()
         self._attached: dict[PeerKey, MappedPools | PageClient] = {}
 
@@ -65,12 +61,17 @@ class BuiltinPlane:
         """The receiver reads."""
         return "pull"
 
+    @property
+    def attaches(self) -> Literal["receiver"]:
+        """The owner waits to be read."""
+        return "receiver"
+
     def describe(self) -> bytes:
         """See :meth:`DataPlane.describe`."""
         host, port = self._server.address if self._server is not None else ("", 0)
         return msgspec.msgpack.encode(_Descriptor(self._memfd, host, port))
 
-    def attach(self, peer: PeerKey, descriptor: bytes) -> str:
+    def attach(self, peer: PeerKey, descriptor: bytes, side: Side) -> str:  # noqa: ARG002
         """See :meth:`DataPlane.attach`."""
         with self._lock:
             known = self._attached.get(peer)
@@ -80,16 +81,18 @@ class BuiltinPlane:
                 self._attached[peer] = known
         return "memfd" if isinstance(known, MappedPools) else "tcp"
 
-    def detach(self, peer: PeerKey) -> None:
+    def detach(self, peer: PeerKey, side: Side) -> None:
         """See :meth:`DataPlane.detach`."""
+        if side == "owner":
+            return
         with self._lock:
             known = self._attached.pop(peer, None)
         if isinstance(known, PageClient):
             known.close()
 
-    def grant(self, transfer_id: int, session: int, pages: Sequence[PageIds]) -> bytes:
+    def grant(self, transfer_id: int, session: int, parts: Sequence[Part]) -> bytes:
         """See :meth:`DataPlane.grant`."""
-        return self._server.grant(transfer_id, session, pages) if self._server is not None else b""
+        return self._server.grant(transfer_id, session, parts) if self._server is not None else b""
 
     def revoke(self, transfer_id: int, session: int) -> None:
         """See :meth:`DataPlane.revoke`."""
@@ -102,7 +105,7 @@ class BuiltinPlane:
             known = self._attached.get(peer)
         if known is None:
             raise PlaneError(f"{peer} is not attached")
-        return known.pull(job, self._pool_of_group) if isinstance(known, MappedPools) else known.pull(job)
+        return known.pull(job)
 
     def is_quick(self, peer: PeerKey, nbytes: int) -> bool:
         """A few pages out of shared memory; also their grant, by an owner to whom the peer is not attached."""
@@ -137,4 +140,4 @@ class BuiltinPlane:
                 obstacle = str(error)
         if self._choice == "memfd" or theirs.port == 0:
             raise PlaneError(f"{obstacle}, and TCP is not offered by both sides (transfer_plane)")
-        return PageClient(theirs.host, theirs.port, PoolViews(self._pools, self._pool_of_group))
+        return PageClient(theirs.host, theirs.port, PoolViews(self._pools))

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from kvmesh.kernels import ops
 from kvmesh.transceiver.liveness import ProcessIdentity
 from kvmesh.transceiver.planes.base import MoveJob, PlaneError
-from kvmesh.transceiver.runs import slices
+from kvmesh.transceiver.planes.pieces import check_remote, piece_slices
 from kvmesh.transceiver.types import PoolMemory
 
-__all__ = ["MappedPools", "MemfdDescriptor", "SharedPool", "describe_pools"]
+__all__ = ["MappedPools", "MemfdDescriptor", "SharedPool", "describe_pools", "map_pool"]
 
 SLICE_BYTES: Final = 32 << 20
 """A stop is noticed between slices: a few milliseconds of copying, long against the cost of a call."""
@@ -64,51 +64,54 @@ class MappedPools:
 
     Args:
         descriptor: the peer's description of them.
-        pools: this process's pools, in the same order.
+        pools: this process's pools.
 
     Raises:
-        PlaneError: the peer is elsewhere, or its memory cannot be opened or does not fit ours.
+        PlaneError: the peer is elsewhere, or its memory cannot be opened.
     """
 
     def __init__(self, descriptor: MemfdDescriptor, pools: Sequence[PoolMemory]) -> None:
         if not descriptor.process.observable:
             raise PlaneError("the peer runs on another host or in another process id namespace")
-        theirs = [pool.page_bytes for pool in descriptor.pools]
-        if theirs != (ours := [pool.page_bytes for pool in pools]):
-            raise PlaneError(f"the peer's pools have pages of {theirs} bytes, this engine's {ours}")
         self._pools = pools
-        self._counts = [pool.num_pages for pool in descriptor.pools]
-        self._maps: list[NDArray[np.uint8]] = [_map(descriptor.process.pid, pool) for pool in descriptor.pools]
+        self._remote = descriptor.pools
+        self._maps: list[NDArray[np.uint8]] = [map_pool(descriptor.process.pid, pool) for pool in descriptor.pools]
         self._addresses = [mapping.ctypes.data for mapping in self._maps]
 
-    def pull(self, job: MoveJob, pool_of_group: Sequence[int]) -> int:
-        """Copy the pages of ``job`` into this process's pools; see :meth:`DataPlane.move`."""
-        moved = 0
-        most = [max(1, SLICE_BYTES // self._pools[pool].page_bytes) for pool in pool_of_group]
-        for group, pages in enumerate(job.remote):
-            # As unsigned numbers negative ones are large.
-            if len(pages) and int(pages.view(np.uint32).max()) >= self._counts[pool_of_group[group]]:
-                raise PlaneError(f"the owner granted pages outside its pool of group {group}")
-        for group, part in slices([len(pages) for pages in job.local], most):
+    def pull(self, job: MoveJob) -> int:
+        """Copy the pieces of ``job`` into this process's pools; see :meth:`DataPlane.move`."""
+        check_remote(job.parts, self._remote)
+        for index, pieces in piece_slices(job.parts, SLICE_BYTES):
             job.control.checkpoint()
-            pool = self._pools[pool_of_group[group]]
-            local, remote = job.local[group][part], job.remote[group][part]
-            source = self._addresses[pool_of_group[group]]
+            part = job.parts[index]
+            local, remote = self._pools[part.local_pool], self._remote[part.remote_pool]
+            arguments = (
+                local.address + part.local_offset,
+                part.local[pieces],
+                self._addresses[part.remote_pool] + part.remote_offset,
+                part.remote[pieces],
+                part.nbytes,
+                local.page_bytes,
+                remote.page_bytes,
+            )
             if job.sums is None:
-                ops.copy_pages(pool.address, local, source, remote, pool.page_bytes)
+                ops.copy_pages(*arguments)
             else:
                 # One pass, which reads each byte once: the owner's memory can change, the sum is of what was written.
-                sums = ops.copy_pages_checksummed(pool.address, local, source, remote, pool.page_bytes)
-                job.sums.put(group, part, sums)
-            moved += len(local) * pool.page_bytes
+                job.sums.put(index, pieces, ops.copy_pages_checksummed(*arguments))
         job.control.checkpoint()
-        return moved
+        return job.num_bytes
 
 
-def _map(pid: int, pool: SharedPool) -> NDArray[np.uint8]:
+def map_pool(pid: int, pool: SharedPool, *, writable: bool = False) -> NDArray[np.uint8]:
+    """Map memory of another process of the same user on this host; it goes with the last view of it.
+
+    Raises:
+        PlaneError: it cannot be opened, or is not what is described.
+    """
     path = f"/proc/{pid}/fd/{pool.fd}"
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
     except OSError as error:
         raise PlaneError(f"cannot open the peer's memory {path}: {error.strerror}") from error
     try:
@@ -118,7 +121,8 @@ def _map(pid: int, pool: SharedPool) -> NDArray[np.uint8]:
             raise PlaneError(f"{path} is not the peer's memory: it runs in another process id namespace")
         if status.st_size < pool.offset_bytes + nbytes:
             raise PlaneError(f"{path} has {status.st_size} bytes, {pool.offset_bytes + nbytes} are described")
-        mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=pool.offset_bytes)
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, protection, offset=pool.offset_bytes)
     except OSError as error:
         raise PlaneError(f"cannot map the peer's memory {path}: {error.strerror}") from error
     finally:

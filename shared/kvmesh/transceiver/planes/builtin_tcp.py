@@ -15,9 +15,10 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from kvmesh.net.faults import FaultInjectedError, fault_point
-from kvmesh.transceiver.planes.base import MoveControl, MoveJob, MoveStoppedError, PlaneError
-from kvmesh.transceiver.runs import contiguous_runs, slices
-from kvmesh.transceiver.types import PageIds, PoolMemory
+from kvmesh.transceiver.planes.base import MoveControl, MoveJob, MoveStoppedError, Part, PlaneError
+from kvmesh.transceiver.planes.pieces import piece_slices
+from kvmesh.transceiver.runs import contiguous_runs
+from kvmesh.transceiver.types import PoolMemory
 
 __all__ = ["PageClient", "PageServer", "PoolViews"]
 
@@ -36,6 +37,7 @@ STOP_POLL_S: Final = 0.05
 """A blocked send or receive looks this often whether it was stopped."""
 MAX_CONNECTIONS: Final = 256
 CONNECT_TIMEOUT_S: Final = 5.0
+ALL: Final = slice(None)
 
 
 class PoolViews:
@@ -43,42 +45,33 @@ class PoolViews:
 
     Args:
         pools: this engine's pools; their memory must outlive this object.
-        pool_of_group: for every layer group the index of its pool.
     """
 
-    def __init__(self, pools: Sequence[PoolMemory], pool_of_group: Sequence[int]) -> None:
+    def __init__(self, pools: Sequence[PoolMemory]) -> None:
         self._pools = pools
-        self._pool_of_group = pool_of_group
         self._bytes = [
             memoryview((ctypes.c_char * (pool.num_pages * pool.page_bytes)).from_address(pool.address)).cast("B")
             for pool in pools
         ]
 
-    def buffers(self, pages: Sequence[PageIds]) -> list[memoryview]:
-        """The bytes of ``pages`` (one list for each layer group), neighbours merged, in order.
+    def buffers(self, part: Part, pieces: slice = ALL) -> list[memoryview]:
+        """The bytes of some local pieces of a part, in order; neighbours are merged where they are whole pages.
 
         Raises:
             PlaneError: a page lies outside its pool.
         """
-        return [view for group, ids in enumerate(pages) for view in self.buffers_of(group, ids)]
-
-    def buffers_of(self, group: int, pages: PageIds) -> list[memoryview]:
-        """The bytes of ``pages`` of one layer group, neighbours merged, in order.
-
-        Raises:
-            PlaneError: a page lies outside its pool.
-        """
+        pool, whole = self._pools[part.local_pool], self._bytes[part.local_pool]
         views: list[memoryview] = []
-        pool, whole = self._pools[self._pool_of_group[group]], self._bytes[self._pool_of_group[group]]
-        for start, length in contiguous_runs(pages):
+        for start, length in contiguous_runs(part.local[pieces]):
             if start < 0 or start + length > pool.num_pages:
                 raise PlaneError(f"page {start} is outside the pool of {pool.num_pages} pages")
-            views.append(whole[start * pool.page_bytes : (start + length) * pool.page_bytes])
+            begin = start * pool.page_bytes + part.local_offset
+            if part.nbytes == pool.page_bytes:
+                views.append(whole[begin : begin + length * pool.page_bytes])
+            else:
+                ends = range(begin, begin + length * pool.page_bytes, pool.page_bytes)
+                views += [whole[piece : piece + part.nbytes] for piece in ends]
         return views
-
-    def pages_in(self, nbytes: int) -> list[int]:
-        """For every layer group, how many pages ``nbytes`` hold; at least one."""
-        return [max(1, nbytes // self._pools[pool].page_bytes) for pool in self._pool_of_group]
 
 
 class PageServer:
@@ -86,14 +79,13 @@ class PageServer:
 
     Args:
         pools: this engine's pools (host memory).
-        pool_of_group: for every layer group the index of its pool.
         bind_host: address to listen on, at an ephemeral port.
     """
 
-    def __init__(self, pools: Sequence[PoolMemory], pool_of_group: Sequence[int], *, bind_host: str) -> None:
-        self._views = PoolViews(pools, pool_of_group)
+    def __init__(self, pools: Sequence[PoolMemory], *, bind_host: str) -> None:
+        self._views = PoolViews(pools)
         self._lock = threading.Lock()
-        self._grants: dict[tuple[int, int], tuple[bytes, Sequence[PageIds], MoveControl]] = {}
+        self._grants: dict[tuple[int, int], tuple[bytes, Sequence[Part], MoveControl]] = {}
         self._connections: set[socket.socket] = set()
         self._closed = False
         family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
@@ -102,11 +94,11 @@ class PageServer:
         self._thread = threading.Thread(target=self._accept, name="kvmesh-page-server", daemon=True)
         self._thread.start()
 
-    def grant(self, transfer_id: int, session: int, pages: Sequence[PageIds]) -> bytes:
-        """Let one session read ``pages``; returns the key that its receiver must present."""
+    def grant(self, transfer_id: int, session: int, parts: Sequence[Part]) -> bytes:
+        """Let one session read ``parts``; returns the key that its receiver must present."""
         key = secrets.token_bytes(KEY_BYTES)
         with self._lock:
-            self._grants[transfer_id, session] = (key, pages, MoveControl())
+            self._grants[transfer_id, session] = (key, parts, MoveControl())
         return key
 
     def revoke(self, transfer_id: int, session: int) -> None:
@@ -127,7 +119,7 @@ class PageServer:
         # Only a shutdown wakes a thread that is blocked in accept.
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for _key, _pages, control in grants:
+        for _key, _parts, control in grants:
             control.stop()
         for connection in connections:
             _shut(connection)
@@ -168,14 +160,14 @@ class PageServer:
         if magic != _MAGIC or grant is None or not secrets.compare_digest(grant[0], key):
             connection.sendall(_ANSWER.pack(_MAGIC, _REFUSED, 0))
             return
-        _key, pages, control = grant
-        buffers = self._views.buffers(pages)
+        _key, parts, control = grant
+        buffers = [view for part in parts for view in self._views.buffers(part)]
         connection.settimeout(None)
         connection.sendall(_ANSWER.pack(_MAGIC, _GRANTED, sum(map(len, buffers))))
         connection.settimeout(STOP_POLL_S)
-        for part in _parts(buffers):
+        for some in _batches(buffers):
             fault_point("transceiver.during_send")
-            _send(connection, part, control)
+            _send(connection, some, control)
         connection.settimeout(None)
 
 
@@ -227,10 +219,10 @@ class PageClient:
 
     def _pull(self, connection: socket.socket, job: MoveJob) -> int:
         landings = [
-            (group, part, self._views.buffers_of(group, job.local[group][part]))
-            for group, part in slices([len(pages) for pages in job.local], self._views.pages_in(SUMMED_SLICE_BYTES))
+            (index, pieces, self._views.buffers(job.parts[index], pieces))
+            for index, pieces in piece_slices(job.parts, SUMMED_SLICE_BYTES)
         ]
-        expected = sum(len(buffer) for _group, _part, buffers in landings for buffer in buffers)
+        expected = job.num_bytes
         connection.settimeout(STOP_POLL_S)
         connection.sendall(_REQUEST.pack(_MAGIC, job.transfer_id, job.session, job.access))
         answer = memoryview(bytearray(_ANSWER.size))
@@ -240,12 +232,12 @@ class PageClient:
             raise PlaneError("the owner's page server refused the session")
         if nbytes != expected:
             raise PlaneError(f"the owner sends {nbytes} bytes, {expected} are wanted")
-        for group, part, buffers in landings:
-            for some in _parts(buffers):
+        for index, pieces, buffers in landings:
+            for some in _batches(buffers):
                 job.control.checkpoint()
                 _receive(connection, some, job.control)
             if job.sums is not None:
-                job.sums.add(group, part)
+                job.sums.add(index, pieces)
         job.control.checkpoint()
         return expected
 
@@ -265,7 +257,7 @@ def _shut(connection: socket.socket) -> None:
         return
 
 
-def _parts(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+def _batches(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
     for start in range(0, len(buffers), IOVECS):
         yield list(buffers[start : start + IOVECS])
 

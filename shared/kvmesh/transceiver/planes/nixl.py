@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmesh.telemetry import get_logger
-from kvmesh.transceiver.planes.base import MoveControl, MoveJob, MoveStoppedError, PlaneError
+from kvmesh.transceiver.planes.base import MoveControl, MoveJob, MoveStoppedError, Part, PlaneError, Side
 from kvmesh.transceiver.planes.nixl_agent import load_nixl, nixl_errors
-from kvmesh.transceiver.runs import slices
+from kvmesh.transceiver.planes.pieces import check_remote, piece_slices
 from kvmesh.transceiver.types import PageIds, PeerKey, PoolMemory
 
 __all__ = ["NixlPlane"]
@@ -54,7 +54,7 @@ class _Attached:
     agent_name: str
     pages: list[Any]
     """Per pool: the prepared list of the peer's pages."""
-    num_pages: list[int]
+    pools: list[_RemotePool]
 
 
 class NixlPlane:
@@ -62,7 +62,6 @@ class NixlPlane:
 
     Args:
         pools: this engine's pools.
-        pool_of_group: for every layer group the index of its pool.
         name: of the agent, unique in the mesh.
         bind_host: where this engine listens; a loopback address keeps UCX on loopback.
         connect_timeout_s: bound of the first write to a peer.
@@ -76,7 +75,6 @@ class NixlPlane:
     def __init__(
         self,
         pools: Sequence[PoolMemory],
-        pool_of_group: Sequence[int],
         *,
         name: str,
         bind_host: str,
@@ -85,7 +83,6 @@ class NixlPlane:
         nixl = load_nixl(bind_host)
         self._errors = nixl_errors(nixl)
         self._pools = tuple(pools)
-        self._pool_of_group = tuple(pool_of_group)
         self._connect_timeout_s = connect_timeout_s
         self._log = get_logger("transceiver.nixl")
         self._lock = threading.Lock()
@@ -119,12 +116,17 @@ class NixlPlane:
         """The owner writes."""
         return "push"
 
+    @property
+    def attaches(self) -> Literal["owner"]:
+        """The receiver waits to be written to."""
+        return "owner"
+
     def describe(self) -> bytes:
         """See :meth:`DataPlane.describe`."""
         pools = [_remote(pool) for pool in self._pools]
         return msgspec.msgpack.encode(_Descriptor(self._metadata, pools, self._scratch.ctypes.data))
 
-    def attach(self, peer: PeerKey, descriptor: bytes) -> str:
+    def attach(self, peer: PeerKey, descriptor: bytes, side: Side) -> str:  # noqa: ARG002
         """See :meth:`DataPlane.attach`. Ends with a real write: the first one to a peer sets the connection up."""
         if peer in self._attached:
             return "nixl"
@@ -132,9 +134,6 @@ class NixlPlane:
             theirs = msgspec.msgpack.decode(descriptor, type=_Descriptor)
         except msgspec.MsgspecError as error:
             raise PlaneError(f"the peer's description of its memory cannot be read: {error}") from error
-        sizes = [pool.page_bytes for pool in theirs.pools]
-        if sizes != (ours := [pool.page_bytes for pool in self._pools]):
-            raise PlaneError(f"the peer's pools have pages of {sizes} bytes, this engine's {ours}")
         try:
             with self._lock:
                 agent_name = _text(self._agent.add_remote_agent(theirs.metadata))
@@ -148,15 +147,15 @@ class NixlPlane:
         except failures as error:
             self._remove(agent_name, [])
             raise PlaneError(f"NIXL cannot reach {peer}: {error}") from error
-        self._attached[peer] = _Attached(agent_name, pages, [pool.num_pages for pool in theirs.pools])
+        self._attached[peer] = _Attached(agent_name, pages, theirs.pools)
         return "nixl"
 
-    def detach(self, peer: PeerKey) -> None:
+    def detach(self, peer: PeerKey, side: Side) -> None:
         """See :meth:`DataPlane.detach`."""
-        if (attached := self._attached.pop(peer, None)) is not None:
+        if side == "owner" and (attached := self._attached.pop(peer, None)) is not None:
             self._remove(attached.agent_name, attached.pages)
 
-    def grant(self, transfer_id: int, session: int, pages: Sequence[PageIds]) -> bytes:  # noqa: ARG002
+    def grant(self, transfer_id: int, session: int, parts: Sequence[Part]) -> bytes:  # noqa: ARG002
         """Not for a plane that pushes."""
         raise PlaneError("the NIXL plane writes; nothing is granted")
 
@@ -168,23 +167,15 @@ class NixlPlane:
         attached = self._attached.get(peer)
         if attached is None:
             raise PlaneError(f"{peer} is not attached")
-        for group, pages in enumerate(job.remote):
-            count = attached.num_pages[self._pool_of_group[group]]
-            if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < count:
-                raise PlaneError(f"pages outside the receiver's pool of {count} pages were asked for (group {group})")
-        moved = 0
-        most = [max(1, SLICE_BYTES // self._pools[pool].page_bytes) for pool in self._pool_of_group]
+        check_remote(job.parts, attached.pools)
         try:
-            for group, part in slices([len(pages) for pages in job.local], most):
+            for index, pieces in piece_slices(job.parts, SLICE_BYTES):
                 job.control.checkpoint()
-                pool = self._pool_of_group[group]
-                local, remote = job.local[group][part], job.remote[group][part]
-                self._write(self._local[pool], local, attached.pages[pool], remote, job.control)
-                moved += len(local) * self._pools[pool].page_bytes
+                self._run(self._transfer_of(attached, job.parts[index], pieces), job.control)
         except self._errors as error:
             raise PlaneError(f"writing to {peer} failed: {error}") from error
         job.control.checkpoint()
-        return moved
+        return job.num_bytes
 
     def is_quick(self, _peer: PeerKey, _nbytes: int) -> bool:
         """The library may wait for the peer."""
@@ -210,7 +201,7 @@ class NixlPlane:
             self._ticking.notify_all()
         self._thread.join()
         for peer in list(self._attached):
-            self.detach(peer)
+            self.detach(peer, "owner")
         with self._lock:
             for handle in [*self._local, self._local_scratch]:
                 self._agent.release_dlist_handle(handle)
@@ -224,7 +215,11 @@ class NixlPlane:
             scratch = self._agent.prep_xfer_dlist(agent_name, [(theirs.scratch_address, SCRATCH_BYTES, 0)], "DRAM")
         first = np.zeros(1, dtype=np.int32)
         deadline_s = time.monotonic() + self._connect_timeout_s
-        self._write(self._local_scratch, first, scratch, first, MoveControl(), deadline_s)
+
+        def warm_up() -> Any:
+            return self._agent.make_prepped_xfer("WRITE", self._local_scratch, first, scratch, first, b"")
+
+        self._run(warm_up, MoveControl(), deadline_s)
         with self._lock:
             self._agent.release_dlist_handle(scratch)
         return pages
@@ -240,23 +235,30 @@ class NixlPlane:
                 self._log.debug("a peer was not removed cleanly", peer=agent_name, error=str(error))
 
     def _prepare(self, agent_name: str, pool: _RemotePool) -> Any:
-        descriptors: NDArray[np.uint64] = np.empty((pool.num_pages, 3), dtype=np.uint64)
-        descriptors[:, 0] = pool.address + np.arange(pool.num_pages, dtype=np.uint64) * np.uint64(pool.page_bytes)
-        descriptors[:, 1] = pool.page_bytes
-        descriptors[:, 2] = pool.device_id
-        return self._agent.prep_xfer_dlist(agent_name, descriptors, _MEMORY_KIND[pool.device])
+        pages = _pieces(pool, np.arange(pool.num_pages, dtype=np.int32), 0, pool.page_bytes)
+        return self._agent.prep_xfer_dlist(agent_name, pages, _MEMORY_KIND[pool.device])
 
-    def _write(
-        self,
-        local: Any,
-        local_ids: PageIds,
-        remote: Any,
-        remote_ids: PageIds,
-        control: MoveControl,
-        deadline_s: float = float("inf"),
-    ) -> None:
+    def _transfer_of(self, attached: _Attached, part: Part, pieces: slice) -> Callable[[], Any]:
+        """What makes the handle of one write; whole pages were described to the library when the peer was attached."""
+        ours, theirs = self._pools[part.local_pool], attached.pools[part.remote_pool]
+        local, remote = part.local[pieces], part.remote[pieces]
+        if part.nbytes == ours.page_bytes == theirs.page_bytes:
+            prepared = (self._local[part.local_pool], local, attached.pages[part.remote_pool], remote)
+            return lambda: self._agent.make_prepped_xfer("WRITE", *prepared, b"")
+        from_list = _pieces(_remote(ours), local, part.local_offset, part.nbytes)
+        to_list = _pieces(theirs, remote, part.remote_offset, part.nbytes)
+        kinds = (_MEMORY_KIND[ours.device], _MEMORY_KIND[theirs.device])
+        return lambda: self._agent.initialize_xfer(
+            "WRITE",
+            self._agent.get_xfer_descs(from_list, kinds[0]),
+            self._agent.get_xfer_descs(to_list, kinds[1]),
+            attached.agent_name,
+            b"",
+        )
+
+    def _run(self, make: Callable[[], Any], control: MoveControl, deadline_s: float = float("inf")) -> None:
         with self._lock:
-            handle = self._agent.make_prepped_xfer("WRITE", local, local_ids, remote, remote_ids, b"")
+            handle = make()
             try:
                 state = self._agent.transfer(handle)
             except self._errors:
@@ -303,6 +305,15 @@ class NixlPlane:
 
 def _remote(pool: PoolMemory) -> _RemotePool:
     return _RemotePool(pool.address, pool.num_pages, pool.page_bytes, pool.device, pool.device_id)
+
+
+def _pieces(pool: _RemotePool, ids: PageIds, offset: int, nbytes: int) -> NDArray[np.uint64]:
+    """Pieces of pages as NIXL describes memory: ``[n, 3]`` of address, bytes, device."""
+    described: NDArray[np.uint64] = np.empty((len(ids), 3), dtype=np.uint64)
+    described[:, 0] = ids.astype(np.uint64) * np.uint64(pool.page_bytes) + np.uint64(pool.address + offset)
+    described[:, 1] = nbytes
+    described[:, 2] = pool.device_id
+    return described
 
 
 def _text(name: bytes | str) -> str:
