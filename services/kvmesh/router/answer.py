@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from typing import Protocol
 
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.openai.sse import DONE, SseFramer, event_data
 from kvmesh.router.upstream import UpstreamBrokenError, UpstreamResponse, error_from_body
 
-__all__ = ["Answer", "EventSource", "StreamAnswer", "WholeAnswer", "broken_off", "error_in", "has_error"]
+__all__ = ["Answer", "EventSource", "Events", "StreamAnswer", "WholeAnswer", "broken_off", "error_in", "has_error"]
 
 _ERROR_START = b'data: {"error"'
 
@@ -32,6 +33,13 @@ class EventSource:
         return b""
 
 
+class Events(Protocol):
+    """Where complete events come from."""
+
+    async def next(self) -> bytes:
+        """See :meth:`EventSource.next`."""
+
+
 class WholeAnswer:
     """A JSON body that is complete."""
 
@@ -52,7 +60,7 @@ class StreamAnswer:
     def __init__(
         self,
         first: bytes,
-        rest: EventSource | None = None,
+        rest: Events | None = None,
         *,
         rewrite: Callable[[bytes], bytes] | None = None,
         on_end: Callable[[bool], None] | None = None,

@@ -2,52 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from functools import partial
-
-import msgspec
 
 from kvmesh.net.faults import fault_point
 from kvmesh.protocol.disagg import CtxUsage
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.openai.responses import encode
-from kvmesh.protocol.ranks import RankWish
-from kvmesh.router.answer import Answer, EventSource, StreamAnswer, WholeAnswer, broken_off, error_in, has_error
+from kvmesh.router.answer import Answer, EventSource, StreamAnswer, WholeAnswer
 from kvmesh.router.cluster import Server
 from kvmesh.router.dialects.base import Dialect, Outgoing, Prefilled
 from kvmesh.router.explain import Attempt
+from kvmesh.router.generation_first import BothLegs
+from kvmesh.router.hand_off import Abort, HandOff
 from kvmesh.router.ids import TransferIds
-from kvmesh.router.legs import LegFailure, Legs, failure_of
+from kvmesh.router.legs import LegFailure, Legs
+from kvmesh.router.opening import first_events, with_usage
 from kvmesh.router.plan import Avoid, Placement, Planner
-from kvmesh.router.rewrite import as_events, rewrite_usage, rewrite_usage_events
-from kvmesh.router.upstream import UpstreamBrokenError
+from kvmesh.router.rewrite import as_events, rewrite_usage_events
 from kvmesh.router.work import Work
 
-__all__ = ["Abort", "Attempts"]
-
-Abort = Callable[[Server, Outgoing], None]
-"""Sends an abort in the background: nothing waits for it, and the transfer's own deadline stands behind it."""
-
-
-class _HandOff:
-    """Pages that a context server keeps, or is about to keep, for a generation server to fetch."""
-
-    def __init__(self, server: Server, dialect: Dialect, transfer_id: int, abort: Abort) -> None:
-        self.server = server
-        self.dialect = dialect
-        self.transfer_id = transfer_id
-        self.settled = False
-        """Whether no pages are waiting: they were fetched, or there never were any."""
-        self._abort = abort
-
-    def close(self) -> None:
-        """The sequence is over; an unsettled server is told not to wait.
-
-        Also when its answer never came: that may have been under way when the client left.
-        """
-        if not self.settled and (abort := self.dialect.abort(self.transfer_id)) is not None:
-            self._abort(self.server, abort)
+__all__ = ["Attempts"]
 
 
 class Attempts:
@@ -59,10 +35,18 @@ class Attempts:
         dialects: by name.
         ids: makes transfer ids.
         abort: tells a context server that nobody will come for its pages.
+        generation_first: send both legs of a disaggregated sequence at once.
     """
 
     def __init__(
-        self, planner: Planner, legs: Legs, dialects: Mapping[str, Dialect], ids: TransferIds, *, abort: Abort
+        self,
+        planner: Planner,
+        legs: Legs,
+        dialects: Mapping[str, Dialect],
+        ids: TransferIds,
+        *,
+        abort: Abort,
+        generation_first: bool = False,
     ) -> None:
         self._planner = planner
         self._legs = legs
@@ -72,12 +56,15 @@ class Attempts:
         self._aborts = 0
         self._modes = {"disaggregated": 0, "local": 0, "aggregated": 0}
         self._prefill_only = 0
+        self._generation_first = 0
+        self._both = BothLegs(planner, legs, self._prefill) if generation_first else None
 
     def statistics(self) -> dict[str, float]:
         """Sequences begun by the way they went, and hand-offs that nobody fetched."""
         return {
             **{f"sequences_{mode}_total": float(count) for mode, count in self._modes.items()},
             "sequences_prefill_only_total": self._prefill_only,
+            "sequences_generation_first_total": self._generation_first,
             "aborted_hand_offs_total": self._aborts,
         }
 
@@ -114,11 +101,16 @@ class Attempts:
         dialect = self._dialects[server.member.dialect]
         record.context = placement.decision
         transfer_id = record.transfer_id = self._ids.next()
-        hand_off = _HandOff(server, dialect, transfer_id, self._abort)
+        hand_off = HandOff(server, dialect, transfer_id, self._abort)
         stack.callback(hand_off.close)
         wish = self._planner.rank_wish(work, server.member)
+        if self._both is not None and not work.first_token_only:
+            answer = await self._both.run(work, hand_off, wish, record, avoid, stack)
+            if answer is not None:
+                self._generation_first += 1
+                return answer
         record.context_dp_rank = wish.rank
-        prefilled = await self._prefill(work, hand_off, wish)
+        prefilled = await self._prefill(work, hand_off, dialect.prefill(work, transfer_id, wish))
         fault_point("router.between_legs")
         if prefilled.finished:
             hand_off.settled = True
@@ -126,10 +118,9 @@ class Attempts:
             return _finished(work, prefilled)
         return await self._second_leg(work, hand_off, prefilled, record, avoid, stack)
 
-    async def _prefill(self, work: Work, hand_off: _HandOff, wish: RankWish) -> Prefilled:
+    async def _prefill(self, work: Work, hand_off: HandOff, outgoing: Outgoing) -> Prefilled:
         server, dialect = hand_off.server, hand_off.dialect
         tokens = self._planner.uncached_tokens(work, server.member.instance_id)
-        outgoing = dialect.prefill(work, hand_off.transfer_id, wish)
         try:
             body = await self._legs.whole(server, outgoing, work.headers, tokens=tokens, deadline=work.deadline)
         except LegFailure as failure:
@@ -143,7 +134,7 @@ class Attempts:
     async def _second_leg(
         self,
         work: Work,
-        hand_off: _HandOff,
+        hand_off: HandOff,
         prefilled: Prefilled,
         record: Attempt,
         avoid: Avoid,
@@ -173,7 +164,7 @@ class Attempts:
         server: Server,
         outgoing: Outgoing,
         stack: AsyncExitStack,
-        hand_off: _HandOff | None = None,
+        hand_off: HandOff | None = None,
         truth: CtxUsage | None = None,
     ) -> Answer:
         """The leg that produces the client's answer: the second one, or the only one.
@@ -194,12 +185,12 @@ class Attempts:
                 server, outgoing, work.headers, tokens=tokens, second=second, deadline=work.deadline
             )
             ended(well=True)
-            return WholeAnswer(body if truth is None else _with_usage(body, truth))
+            return WholeAnswer(body if truth is None else with_usage(body, truth))
         response = await stack.enter_async_context(
             self._legs.open(server, outgoing, work.headers, tokens=tokens, second=second, deadline=work.deadline)
         )
         source = EventSource(response)
-        first = await _first_events(server, source, second=second)
+        first = await first_events(server, source, second=second)
         work.prefilled_at(server.member.instance_id)
         rewrite = None if truth is None else partial(rewrite_usage_events, truth=truth)
         return StreamAnswer(first, source, rewrite=rewrite, on_end=ended)
@@ -209,37 +200,8 @@ class Attempts:
         self._send_abort(server, outgoing)
 
 
-async def _first_events(server: Server, source: EventSource, *, second: bool) -> bytes:
-    """The first events of a stream. An error among them is a failed leg like any other: the client saw nothing yet."""
-    instance_id = server.member.instance_id
-    try:
-        first = await source.next()
-    except UpstreamBrokenError as error:
-        server.breaker.failed()
-        raise LegFailure(instance_id, broken_off(str(error)), retryable=True) from error
-    if not first:
-        server.breaker.failed()
-        raise LegFailure(instance_id, broken_off("before its first event"), retryable=True)
-    if has_error(first):
-        good, error_event = error_in(first)
-        if not good:
-            raise failure_of(instance_id, error_event, second=second)
-    return first
-
-
 def _finished(work: Work, prefilled: Prefilled) -> Answer:
     """The context server's answer as the client's: there is nothing to generate."""
     if not work.request.stream:
         return WholeAnswer(encode(prefilled.response))
     return StreamAnswer(as_events(work.kind, prefilled.response, include_usage=work.request.include_usage))
-
-
-def _with_usage(body: bytes, truth: CtxUsage) -> bytes:
-    try:
-        response = msgspec.json.decode(body)
-        rewrite_usage(response, truth)
-    except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
-        raise ApiError(
-            502, "The generation server's answer has no usage.", type="server_error", code="bad_generation_answer"
-        ) from None
-    return encode(response)

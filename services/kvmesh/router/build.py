@@ -9,12 +9,13 @@ from kvmesh.config.routing import KvCacheAwarePolicy
 from kvmesh.net.clock import Clock
 from kvmesh.protocol.members import Member
 from kvmesh.router.admission import Admission
-from kvmesh.router.attempt import Abort, Attempts
+from kvmesh.router.attempt import Attempts
 from kvmesh.router.cluster import Cluster
 from kvmesh.router.dialects.base import Dialect
 from kvmesh.router.dialects.kvmesh import KvMeshDialect
 from kvmesh.router.dispatch import Dispatcher
 from kvmesh.router.explain import Explainer
+from kvmesh.router.hand_off import Abort
 from kvmesh.router.ids import TransferIds
 from kvmesh.router.legs import Legs
 from kvmesh.router.loads import Loads
@@ -82,7 +83,14 @@ def build_parts(settings: RouterSettings, upstream: Upstream, abort: Abort, cloc
         tokens_per_block=tokens_per_block,
     )
     ids = TransferIds(clock, node_id=settings.node_id)
-    attempts = Attempts(planner, Legs(upstream, loads), dialects, ids, abort=abort)
+    attempts = Attempts(
+        planner,
+        Legs(upstream, loads),
+        dialects,
+        ids,
+        abort=abort,
+        generation_first=settings.schedule_style == "generation_first",
+    )
     return Parts(
         cluster=cluster,
         matcher=_matcher(settings, clock),

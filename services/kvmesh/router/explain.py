@@ -29,6 +29,8 @@ class Attempt(msgspec.Struct, kw_only=True, omit_defaults=True):
     generation: Decision | None = None
     generation_dp_rank: int | None = None
     """The same of the generation server."""
+    generation_first: bool = False
+    """Both legs ran at once."""
     outcome: str = "running"
     """``running``, ``done``, ``cancelled`` or the error's code."""
     error: str | None = None

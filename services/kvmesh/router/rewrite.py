@@ -12,10 +12,15 @@ from kvmesh.protocol.openai.requests import ApiKind
 from kvmesh.protocol.openai.responses import encode
 from kvmesh.protocol.openai.sse import DONE, event_data, sse_event
 
-__all__ = ["as_events", "rewrite_usage", "rewrite_usage_events"]
+__all__ = ["as_events", "has_usage", "rewrite_usage", "rewrite_usage_events"]
 
 _USAGE = re.compile(rb'"usage":\s*\{')
 """A usage object; text that a model wrote cannot match, its quotes are escaped."""
+
+
+def has_usage(events: bytes) -> bool:
+    """Whether one of these events has a usage object."""
+    return _USAGE.search(events) is not None
 
 
 def rewrite_usage(body: dict[str, Any], truth: CtxUsage) -> None:
@@ -29,7 +34,7 @@ def rewrite_usage(body: dict[str, Any], truth: CtxUsage) -> None:
 
 def rewrite_usage_events(events: bytes, truth: CtxUsage) -> bytes:
     """Complete events with the context server's usage; events without usage keep every byte."""
-    if _USAGE.search(events) is None:
+    if not has_usage(events):
         return events
     return b"".join(_rewritten(event + b"\n\n", truth) for event in events.split(b"\n\n")[:-1])
 
@@ -64,7 +69,7 @@ def _chat_deltas(choice: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _rewritten(event: bytes, truth: CtxUsage) -> bytes:
-    if _USAGE.search(event) is None:
+    if not has_usage(event):
         return event
     try:
         body = msgspec.json.decode(event_data(event))

@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 from kvmesh.protocol.disagg import CtxUsage, DisaggregatedParams
+from kvmesh.protocol.members import Member
 from kvmesh.protocol.ranks import RankWish
 from kvmesh.router.work import Work
 
-__all__ = ["Dialect", "Outgoing", "Prefilled"]
+__all__ = ["Dialect", "EarlyLegs", "Outgoing", "Prefilled"]
 
 
 class Outgoing(NamedTuple):
@@ -32,6 +33,15 @@ class Prefilled(NamedTuple):
     """Prompt and cached tokens as the context server counted them: the truth for the client."""
     response: dict[str, Any]
     """The answer as JSON, without what is internal to the mesh; it is the client's answer when ``finished``."""
+
+
+class EarlyLegs(NamedTuple):
+    """Both legs of a generation-first sequence."""
+
+    context: Outgoing
+    generation: Outgoing
+    context_dp_rank: int | None
+    """Attention data-parallel rank that the context leg orders, for the generation leg names its engine."""
 
 
 class Dialect(Protocol):
@@ -57,6 +67,11 @@ class Dialect(Protocol):
 
     def decode(self, work: Work, prefilled: Prefilled, transfer_id: int, wish: RankWish) -> Outgoing:
         """The second leg: fetch the pages and generate the rest, first token included."""
+
+    def both(
+        self, work: Work, context: Member, transfer_id: int, context_wish: RankWish, generation_wish: RankWish
+    ) -> EarlyLegs | None:
+        """Generation first: both legs at once; None where the context server does not say where to ask for pages."""
 
     def abort(self, transfer_id: int) -> Outgoing | None:
         """Tell the context server that nobody will fetch the pages; None where it finds out by itself only."""

@@ -1,4 +1,4 @@
-"""KVMesh's own workers, and TensorRT-LLM's: OpenAI requests with ``disaggregated_params``, context first."""
+"""KVMesh's own workers, and TensorRT-LLM's: OpenAI requests with ``disaggregated_params``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import Any
 
 import msgspec
 
-from kvmesh.protocol.disagg import CtxUsage, DisaggregatedParams
+from kvmesh.protocol.disagg import GENERATION_FIRST, CtxUsage, DisaggregatedParams
 from kvmesh.protocol.errors import ApiError
+from kvmesh.protocol.members import Member
 from kvmesh.protocol.openai.requests import ApiKind, ChatCompletionRequest, CompletionRequest
 from kvmesh.protocol.openai.responses import encode
 from kvmesh.protocol.ranks import RankWish
-from kvmesh.router.dialects.base import Outgoing, Prefilled
+from kvmesh.router.dialects.base import EarlyLegs, Outgoing, Prefilled
 from kvmesh.router.work import Work
 
 __all__ = ["KvMeshDialect"]
@@ -86,6 +87,47 @@ class KvMeshDialect:
             dp_matched_tokens=wish.matched_tokens,
         )
         return Outgoing(PATHS[work.kind], encode(_leg(work.request, params, stream=work.request.stream)))
+
+    def both(
+        self,
+        work: Work,
+        context: Member,
+        transfer_id: int,
+        context_wish: RankWish = NO_WISH,
+        generation_wish: RankWish = NO_WISH,
+    ) -> EarlyLegs | None:
+        """See :class:`kvmesh.router.dialects.base.Dialect`.
+
+        A rank of the context server is ordered where there are several: the generation server asks one of them.
+        """
+        if not context.ctx_addresses and context.ctx_info_endpoint is None:
+            return None
+        rank, address = None, next(iter(context.ctx_addresses), None)
+        if (ranks := len(context.ctx_addresses)) > 1:
+            rank = transfer_id % ranks if context_wish.rank is None else context_wish.rank % ranks
+            address = context.ctx_addresses[rank]
+        early = DisaggregatedParams(
+            request_type="context_only",
+            disagg_request_id=transfer_id,
+            ctx_dp_rank=rank,
+            schedule_style=GENERATION_FIRST,
+            conversation_id=_conversation(work),
+        )
+        late = msgspec.structs.replace(
+            early,
+            request_type="generation_only",
+            ctx_request_id=transfer_id,
+            ctx_info_endpoint=context.ctx_info_endpoint,
+            encoded_opaque_state=address,
+            dp_rank=generation_wish.rank,
+            dp_matched_tokens=generation_wish.matched_tokens,
+        )
+        path = PATHS[work.kind]
+        return EarlyLegs(
+            Outgoing(path, encode(_leg(work.request, early, stream=None))),
+            Outgoing(path, encode(_leg(work.request, late, stream=work.request.stream))),
+            rank,
+        )
 
     def abort(self, transfer_id: int) -> Outgoing:
         """See :class:`kvmesh.router.dialects.base.Dialect`."""
