@@ -5,7 +5,7 @@ import pytest
 from kvmesh.cli.errors import UserError
 from kvmesh.cli.plan import LEAST_CACHE_BYTES, MOST_CACHE_BYTES, Machine, MeshPlan, plan_mesh, with_free_event_ports
 from kvmesh.cli.ports import HIGHEST, LOWEST, PortPicker
-from kvmesh.config import MeshSettings
+from kvmesh.config import MeshSettings, WorkerSettings
 
 MACHINE = Machine(cores=4, free_memory_bytes=8 << 30)
 
@@ -169,3 +169,29 @@ def test_a_picker_knows_what_it_picked_and_lost():
     assert ports.lost() == [2, 4]
     assert ports.repick("h", 2) not in (1, 2, 3, 4)
     assert ports.lost() == [4]
+
+
+def test_a_run_of_ports_moves_as_a_whole():
+    taken: set[int] = set()
+    ports = PortPicker(free=lambda _host, port: port not in taken, seed=1)
+    assert ports.pick_run("h", 2, 10) == 10
+    assert ports.repick("h", 10, 2) == 10
+    taken |= {11}
+    assert LOWEST <= ports.repick("h", 10, 2) < HIGHEST
+    assert ports.lost() == []
+
+
+def test_attention_dp_ranks_get_ports_and_memory_of_their_own():
+    ranks = WorkerSettings(enable_attention_dp=True, tensor_parallel_size=8)
+    asked: list[tuple[int, int]] = []
+
+    class Ports(PortPicker):
+        def pick_run(self, host: str, count: int, preferred: int) -> int:
+            asked.append((count, preferred))
+            return super().pick_run(host, count, preferred)
+
+    mesh = MeshSettings(num_context=2, context=ranks)
+    plan = plan_mesh(mesh, Machine(4, 1 << 30), Ports(free=lambda _host, _port: True), "s")
+    assert asked == [(17, 5557), (17, 5657)]
+    memory = {child.name: child.settings.device_memory_bytes for child in plan.children if child.stop_rank == 1}
+    assert memory["context-0"] == 8 * memory["generation-0"] == 8 * (128 << 20)

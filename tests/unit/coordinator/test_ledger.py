@@ -151,3 +151,15 @@ def test_a_view_is_a_copy(ledger):
     ledger.record([event(1, "context", "registered")])
     ledger.get(1).sides[0].state = "failed"
     assert ledger.get(1).sides[0].state == "registered"
+
+
+def test_with_a_server_all_its_ranks_die(ledger):
+    ledger.record(
+        [
+            event(7, "context", "registered", instance_id="ctx/0"),
+            event(8, "context", "registered", instance_id="ctx/1"),
+            event(9, "context", "registered", instance_id="ctx-1"),
+        ]
+    )
+    assert ledger.member_died("ctx", 1) == 2
+    assert [ledger.get(number).state for number in (7, 8, 9)] == ["failed", "failed", "registered"]

@@ -10,6 +10,7 @@ import pytest
 
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.openai.cache import ConversationParams, KvCacheRetention, TokenRange
+from kvmesh.protocol.ranks import RankWish
 from kvmesh.router.dialects.kvmesh import KvMeshDialect
 from kvmesh.router.work import Work
 
@@ -158,3 +159,16 @@ def test_nonsense_is_a_bad_gateway(make_work: MakeWork, body: bytes) -> None:
 def test_abort() -> None:
     path, body = DIALECT.abort(77)
     assert (path, json.loads(body)) == ("/abort", {"disagg_request_id": 77})
+
+
+@pytest.mark.parametrize("leg", ["whole", "prefill", "decode"])
+def test_the_rank_that_holds_the_prefix_is_named(make_work: MakeWork, leg: str) -> None:
+    work, wish = make_work(), RankWish(1, 64)
+    prefilled = read(work, prefill_answer())
+    _, body = {
+        "whole": lambda: DIALECT.whole(work, wish),
+        "prefill": lambda: DIALECT.prefill(work, 77, wish),
+        "decode": lambda: DIALECT.decode(work, prefilled, 77, wish),
+    }[leg]()
+    params = json.loads(body)["disaggregated_params"]
+    assert (params["dp_rank"], params["dp_matched_tokens"]) == (1, 64)

@@ -86,12 +86,16 @@ async def test_answers_and_takes_the_best_rank() -> None:
                 WorkerMatch("a", 0, 32),
                 WorkerMatch("a", 1, 64, 64, 64),
                 WorkerMatch("b", 0, 16),
+                WorkerMatch("c", 0, 64, 64, 64),
+                WorkerMatch("c", 1, 48, 80, 80),  # on the host 16 more than on the device of the other
+                WorkerMatch("c", 2, 48, 48, 96),
             ],
         )
     )
     async with indexer.serving() as endpoint, matching(endpoint) as client:
         found = await answered(client)
-    assert {name: match.device_tokens for name, match in found.items()} == {"a": 64, "b": 16}
+    assert {name: match.dp_rank for name, match in found.items()} == {"a": 1, "b": 0, "c": 1}
+    assert {name: match.device_tokens for name, match in found.items()} == {"a": 64, "b": 16, "c": 48}
     asked = indexer.asked[-1]
     assert (asked.model, asked.cache_salt) == ("m", "s")
     assert np.frombuffer(asked.token_ids, dtype="<i4").tolist() == IDS.tolist()

@@ -7,8 +7,12 @@ from collections.abc import Callable
 import pytest
 
 from kvmesh.protocol.errors import ApiError
+from kvmesh.protocol.match import WorkerMatch
+from kvmesh.protocol.members import Member
+from kvmesh.protocol.ranks import RankWish
 from kvmesh.router.cluster import Cluster
 from kvmesh.router.loads import Loads
+from kvmesh.router.match import Matches
 from kvmesh.router.plan import Avoid, Planner, needs_context
 from kvmesh.router.policy.kv_cache_aware import KvCacheAware
 from kvmesh.router.work import Work
@@ -126,3 +130,24 @@ def test_another_block_size_than_configured_gets_no_credit(cluster: Cluster, joi
     work = make_work(matched={"b1": 96, "b2": 32})
     assert planner(cluster).place(work, Avoid()).decision.chosen == "b1"
     assert planner(cluster, tokens_per_block=32).place(work, Avoid()).decision.chosen == "b2"
+
+
+def test_a_rank_is_wished_for_where_there_are_several(cluster: Cluster, join: Join, make_work: MakeWork) -> None:
+    for name, size in (("one", 1), ("two", 2), ("unknown", 2)):
+        join(name, "context", dp_size=size, tokens_per_block=32)
+    work = make_work(matched={})
+    found = {
+        name: WorkerMatch(instance_id=name, dp_rank=1, device_tokens=32, host_tokens=64, disk_tokens=64)
+        for name in ("one", "two")
+    }
+    work.matches = Matches("answered", found)
+    wishes = {server: planner(cluster).rank_wish(work, member(cluster, server)) for server in ("one", "two", "unknown")}
+    assert wishes == {"one": RankWish(), "two": RankWish(1, 64), "unknown": RankWish()}
+    other_blocks = planner(cluster, tokens_per_block=64)
+    assert other_blocks.rank_wish(work, member(cluster, "two")) == RankWish()
+
+
+def member(cluster: Cluster, name: str) -> Member:
+    server = cluster.get(name)
+    assert server is not None
+    return server.member
