@@ -91,7 +91,7 @@ class Succession:
         self._losses = 0
         self._takeovers = 0
         self._backoff = Backoff()
-        self._scope = anyio.CancelScope()
+        self._scope: anyio.CancelScope | None = None
         self._settled = anyio.Event()
         self._ended = anyio.Event()
 
@@ -126,7 +126,7 @@ class Succession:
 
     async def resign(self) -> None:
         """Store what is left and give the lead up, so that another can take it at once; bounded, idempotent."""
-        if self._settled.is_set():
+        if self._scope is not None:
             await self.stored()
             self._scope.cancel()
             await self._ended.wait()
@@ -147,7 +147,7 @@ class Succession:
         self._state.on_touched(self._mirror.touch)
         try:
             async with self._etcd:
-                with self._scope:
+                with anyio.CancelScope() as self._scope:
                     while True:
                         await self._turn()
                 with anyio.move_on_after(RESIGN_S, shield=True):

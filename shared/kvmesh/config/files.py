@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
 
+from kvmesh.config.coordinator import CoordinatorSettings
 from kvmesh.config.describe import describe
 from kvmesh.config.disagg import DisaggConfig, DisaggServers
 from kvmesh.config.errors import ConfigError, NotSupportedYetError, warn_config
@@ -17,8 +18,9 @@ from kvmesh.config.router import RouterSettings
 from kvmesh.config.sources import merged
 from kvmesh.config.worker import WorkerSettings
 
-__all__ = ["file_layer", "parse_disagg", "router_layer", "worker_layer"]
+__all__ = ["coordinator_layer", "file_layer", "parse_disagg", "router_layer", "worker_layer"]
 
+_ETCD = "etcd://"
 _LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})  # noqa: S104 - compared with, never bound
 _ROUTER_WITHOUT_EFFECT = (
     "disagg_coordinator_url", "gen_strip_message_history", "gen_tokids_ctxbytes", "num_workers",
@@ -43,10 +45,12 @@ def file_layer(cls: type[BaseModel], data: dict[str, Any], above: Mapping[str, A
     """
     if issubclass(cls, WorkerSettings):
         if _is_disagg(data):
-            return worker_layer(parse_disagg(data, source), _role(above, source), source)
+            return worker_layer(parse_disagg(data, source), _role(above, source), source, above)
         return _announced([translate_llm_args(data, source)], source)[0]
     if issubclass(cls, RouterSettings) and _is_disagg(data):
-        return router_layer(parse_disagg(data, source), source)
+        return router_layer(parse_disagg(data, source), source, above)
+    if issubclass(cls, CoordinatorSettings) and _is_disagg(data):
+        return coordinator_layer(parse_disagg(data, source))
     if issubclass(cls, MeshSettings):
         return _disagg_mesh_layer(parse_disagg(data, source), source) if _is_disagg(data) else _mesh_layer(data, source)
     return data
@@ -64,16 +68,37 @@ def parse_disagg(data: Mapping[str, Any], source: str) -> DisaggConfig:
         raise ConfigError(f"{source}: {describe(error)}") from error
 
 
-def worker_layer(config: DisaggConfig, role: Literal["context", "generation"], source: str) -> dict[str, Any]:
+def worker_layer(
+    config: DisaggConfig, role: Literal["context", "generation"], source: str, above: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Settings of the servers of one section, with one warning about the keys that have no effect."""
     layer = _announced([_section_args(config.servers(role), source)], source)[0]
-    return _cluster_layer(config, source) | layer | {"role": role}
+    return _cluster_layer(config, source, above or {}) | layer | {"role": role}
 
 
-def router_layer(config: DisaggConfig, source: str) -> dict[str, Any]:
+def coordinator_layer(config: DisaggConfig) -> dict[str, Any]:
+    """Settings of the coordinator of the file's cluster."""
+    cluster = config.disagg_cluster
+    if cluster is None:
+        return {}
+    layer: dict[str, Any] = {"cluster_name": cluster.cluster_name} if cluster.cluster_name else {}
+    if "inactive_timeout_sec" in cluster.model_fields_set:
+        layer["lease_s"] = cluster.inactive_timeout_sec
+    if cluster.cluster_uri.startswith(_ETCD):
+        layer["etcd_endpoints"] = [cluster.cluster_uri]
+    return layer
+
+
+def router_layer(config: DisaggConfig, source: str, above: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Settings of the router in front of the servers of the file; only what the file states.
 
+    Args:
+        config: the file.
+        source: its name, for messages.
+        above: what flags and environment say.
+
     Raises:
+        ConfigError: the file's cluster is an etcd, and no coordinator is named.
         NotSupportedYetError: the file asks for behaviour which this version does not have.
     """
     if config.allow_request_chat_template:
@@ -98,7 +123,7 @@ def router_layer(config: DisaggConfig, source: str) -> dict[str, Any]:
         minimal = config.disagg_cluster.minimal_instances
         layer["min_context_servers"] = minimal.context_servers
         layer["min_generation_servers"] = minimal.generation_servers
-    return layer | _cluster_layer(config, source)
+    return layer | _cluster_layer(config, source, above or {})
 
 
 def _mesh_layer(data: dict[str, Any], source: str) -> dict[str, Any]:
@@ -118,14 +143,16 @@ def _disagg_mesh_layer(config: DisaggConfig, source: str) -> dict[str, Any]:
     """A whole mesh on this machine: as many servers as the file has instances, at its ports if it names any."""
     translated = [_section_args(config.servers(role), source) for role in ("context", "generation")]
     context, generation = _announced(translated, source)
-    router = router_layer(config, source)
-    router.pop("coordinator_url", None)  # the mesh has a coordinator of its own
+    router = router_layer(config, source, {"coordinator_url": "of the mesh"})
+    router.pop("coordinator_url", None)
     layer: dict[str, Any] = {
         "num_context": config.context_servers.num_instances,
         "num_generation": config.generation_servers.num_instances,
         "context": context,
         "generation": generation,
     }
+    if coordinator := coordinator_layer(config):
+        layer["coordinator"] = coordinator
     if "model" in router:
         layer["model"] = router.pop("model")
     for role, section in (("context", config.context_servers), ("generation", config.generation_servers)):
@@ -146,21 +173,21 @@ def _announced(translated: list[LlmArgs], source: str) -> list[dict[str, Any]]:
     return [args.layer for args in translated]
 
 
-def _cluster_layer(config: DisaggConfig, source: str) -> dict[str, Any]:
+def _cluster_layer(config: DisaggConfig, source: str, above: Mapping[str, Any]) -> dict[str, Any]:
     """``disagg_cluster`` as the coordinator that keeps the same storage interface."""
     cluster = config.disagg_cluster
     if cluster is None:
         return {}
-    blockers = []
-    if cluster.cluster_uri.startswith("etcd://"):
-        blockers.append("disagg_cluster.cluster_uri with etcd://")
-    if cluster.cluster_name:
-        blockers.append(f"disagg_cluster.cluster_name={cluster.cluster_name!r}")
-    if blockers:
-        raise NotSupportedYetError(f"not supported yet: {'; '.join(blockers)} ({source})")
-    ignored = sorted({"heartbeat_interval_sec", "inactive_timeout_sec"} & cluster.model_fields_set)
+    if cluster.cluster_uri.startswith(_ETCD):
+        if not above.get("coordinator_url"):
+            raise ConfigError(
+                f"{source}: servers register with a coordinator, which keeps its state at {cluster.cluster_uri}: run "
+                f"'kvmesh coordinator --config {source}' and give its address as coordinator_url"
+            )
+        return {}
+    ignored = sorted({"heartbeat_interval_sec", "inactive_timeout_sec", "cluster_name"} & cluster.model_fields_set)
     if ignored:
-        warn_config(f"{source}: without effect here, the coordinator's lease_s counts: {', '.join(ignored)}")
+        warn_config(f"{source}: without effect here, the coordinator's settings count: {', '.join(ignored)}")
     return {"coordinator_url": cluster.cluster_uri}
 
 

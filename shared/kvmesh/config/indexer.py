@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvmesh.config.endpoints import HttpUrl, Port, ZmqEndpoint
+from kvmesh.config.endpoints import HttpUrls, Port, ZmqEndpoint
 from kvmesh.config.service import ServiceSettings
 
 __all__ = ["IndexerSettings"]
@@ -19,7 +19,8 @@ class IndexerSettings(ServiceSettings):
     """Port of the HTTP face."""
     match_endpoint: ZmqEndpoint = "tcp://127.0.0.1:8301"
     """Endpoint that the match service binds."""
-    coordinator_url: HttpUrl | None = None
-    """Coordinator that knows the publishers; unset: only those registered over HTTP count."""
+    coordinator_url: HttpUrls | None = None
+    """Coordinator that knows the publishers, or several with commas between; unset: only those registered over HTTP
+    count."""
     max_memory_bytes: Annotated[int, Field(gt=0)] = 1 << 30
     """Bound of the index in bytes; blocks beyond it are not taken in, so that the index claims less, never more."""

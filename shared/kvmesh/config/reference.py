@@ -118,8 +118,9 @@ _DISAGG_INTRODUCTION = """\
 A router takes the file of `trtllm-serve disaggregated -c` as it is; a worker takes its section of it when its role is
 given; `kvmesh up` starts as many servers as it has instances. Any top-level key that is not in `DisaggConfig` is
 inherited by both sections as an LLM argument; the same key with a different value in a section is an error, as is a
-number of `urls` other than `num_instances`. `disagg_cluster.cluster_uri` is taken as the coordinator's address; leases
-and heartbeats are then the coordinator's business.
+number of `urls` other than `num_instances`. An `http(s)://` address in `disagg_cluster.cluster_uri` is taken as the
+coordinator's; leases and heartbeats are then the coordinator's business. `kvmesh coordinator` and `kvmesh up` take an
+`etcd://` address there as the coordinator's `etcd_endpoints`.
 """
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from kvmesh.config.endpoints import HttpUrl, Port, ZmqEndpoint
+from kvmesh.config.endpoints import HttpUrl, HttpUrls, Port, ZmqEndpoint
 from kvmesh.config.routing import KvCacheAwarePolicy, RoutingPolicy
 from kvmesh.config.service import DEFAULT_MODEL, Seconds, TracedSettings
 
@@ -24,8 +24,8 @@ class RouterSettings(TracedSettings):
     """Model whose tokenizer and chat template the router uses; must be the workers' own."""
     served_model_name: str | None = None
     """Name that clients use; unset: the model's own name."""
-    coordinator_url: HttpUrl | None = None
-    """Coordinator that knows the servers; unset: only the static lists count."""
+    coordinator_url: HttpUrls | None = None
+    """Coordinator that knows the servers, or several with commas between; unset: only the static lists count."""
     context_servers: list[HttpUrl] = Field(default_factory=list)
     """Base URLs of context servers that are always there."""
     generation_servers: list[HttpUrl] = Field(default_factory=list)

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from kvmesh.config.base import StrictModel
 from kvmesh.config.cache_transceiver import CacheTransceiverConfig
-from kvmesh.config.endpoints import HttpUrl, Port
+from kvmesh.config.endpoints import HttpUrls, Port
 from kvmesh.config.kv_cache import KvCacheConfig
 from kvmesh.config.service import DEFAULT_MODEL, Seconds, TracedSettings
 
@@ -79,8 +79,8 @@ class WorkerSettings(TracedSettings):
     """Whether received pages are checked against the sender's checksums."""
     transfer_bind_host: str = "127.0.0.1"
     """Address that the transfer sockets bind."""
-    coordinator_url: HttpUrl | None = None
-    """Coordinator to register with; unset: the server stands alone."""
+    coordinator_url: HttpUrls | None = None
+    """Coordinator to register with, or several with commas between; unset: the server stands alone."""
     cluster_secret: Annotated[str | None, Field(min_length=1, repr=False)] = None
     """Secret that signs transfer tickets, equal on all servers of a mesh. Prefer ``cluster_secret_file``."""
     cluster_secret_file: str | None = None

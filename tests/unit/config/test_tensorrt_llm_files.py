@@ -14,6 +14,7 @@ from kvmesh.config import (
     ConfigError,
     ConfigWarning,
     ConversationPolicy,
+    CoordinatorSettings,
     DisaggConfig,
     KvCacheAwarePolicy,
     LoadBalancingPolicy,
@@ -280,8 +281,6 @@ class TestDisaggFile:
         "text",
         [
             "context_servers: {}\nallow_request_chat_template: true",
-            "disagg_cluster: {cluster_uri: 'etcd://e:2379'}",
-            "disagg_cluster: {cluster_uri: 'http://c:1', cluster_name: blue}",
         ],
     )
     def test_not_supported_yet(self, write_yaml: Write, text: str) -> None:
@@ -295,9 +294,29 @@ class TestDisaggFile:
         assert load_settings(WorkerSettings, file, {}, {"role": "context"}).coordinator_url == "http://c:1"
         assert load_settings(MeshSettings, file, {}).router.coordinator_url is None, "a mesh starts its own"
 
+    def test_an_etcd_cluster_is_what_the_coordinator_keeps_its_state_in(self, write_yaml: Write) -> None:
+        """§5.7: ``disagg_cluster.cluster_uri`` may be ``etcd://``."""
+        file = write_yaml("disagg_cluster: {cluster_uri: 'etcd://e:2379', cluster_name: blue, inactive_timeout_sec: 4}")
+        coordinator = load_settings(CoordinatorSettings, file, {})
+        assert (coordinator.etcd_endpoints, coordinator.cluster_name) == (("http://e:2379",), "blue")
+        assert coordinator.lease_s == 4
+        assert load_settings(MeshSettings, file, {}).coordinator == coordinator
+        for cls, above in ((RouterSettings, {}), (WorkerSettings, {"role": "context"})):
+            with pytest.raises(ConfigError, match=r"run 'kvmesh coordinator --config .*' and give its address"):
+                load_settings(cls, file, {}, above)
+            settled = load_settings(cls, file, {}, {**above, "coordinator_url": "a:1, b:1"})
+            assert settled.coordinator_url == "http://a:1,http://b:1"
+
+    def test_etcd_endpoints_in_any_of_their_spellings(self, write_yaml: Write) -> None:
+        for text in ("etcd://a:1,http://b:2", "[a:1, 'http://b:2']"):
+            loaded = load_settings(CoordinatorSettings, write_yaml(f"etcd_endpoints: {text}"), {})
+            assert loaded.etcd_endpoints == ("http://a:1", "http://b:2")
+        with pytest.raises(ConfigError, match="not an HTTP address"):
+            load_settings(CoordinatorSettings, write_yaml("etcd_endpoints: tcp://a:1"), {})
+
     def test_the_coordinator_decides_on_leases(self, write_yaml: Write) -> None:
         file = write_yaml("disagg_cluster: {cluster_uri: 'http://c:1', inactive_timeout_sec: 3}")
-        with pytest.warns(ConfigWarning, match="coordinator's lease_s counts: inactive_timeout_sec"):
+        with pytest.warns(ConfigWarning, match="coordinator's settings count: inactive_timeout_sec"):
             load_settings(RouterSettings, file, {})
 
     def test_keys_of_other_router_processes_warn(self, write_yaml: Write) -> None:

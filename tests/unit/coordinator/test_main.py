@@ -22,3 +22,9 @@ def test_each_life_has_a_name_of_its_own():
 def test_what_is_not_built_is_refused():
     with pytest.raises(NotSupportedYetError, match="not supported yet"):
         build(CoordinatorSettings(api_keys_file="keys"))
+
+
+def test_a_coordinator_with_etcd_is_built_outside_of_any_loop():
+    service = build(CoordinatorSettings(etcd_endpoints="etcd://127.0.0.1:9,127.0.0.1:10", cluster_name="blue"))
+    assert not service.health().ok, "it has not read what is stored"
+    assert service.statistics()["leading"] == 0
