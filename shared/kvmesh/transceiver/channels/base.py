@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
-from kvmesh.transceiver.planes.base import MoveControl
+from kvmesh.transceiver.planes.base import MoveControl, Side
 from kvmesh.transceiver.types import PeerKey
 
-__all__ = ["BackendName", "Channel", "Incoming", "Region", "Side"]
+__all__ = ["BackendName", "Channel", "Incoming", "Lingering", "Region", "Side"]
 
 BackendName = Literal["BUILTIN", "NIXL", "UCX", "MOONCAKE", "MPI"]
-Side = Literal["owner", "receiver"]
 
 
 class Region(NamedTuple):
@@ -40,6 +39,14 @@ class Incoming(Protocol):
             True when nothing writes into the room any more; else the room stays out of use until the peer is
             detached, or until the owner says that it has ended.
         """
+
+
+@runtime_checkable
+class Lingering(Protocol):
+    """What else an :class:`Incoming` has where not even detaching the owner keeps it from writing."""
+
+    def owner_is_gone(self) -> bool:
+        """Whether the owner has ended, so that it writes no more."""
 
 
 class Channel(Protocol):

@@ -1,0 +1,50 @@
+"""TCP connections that carry pages: how they are set up, read and ended."""
+
+from __future__ import annotations
+
+import socket
+from typing import Final
+
+__all__ = ["SOCKET_BUFFER_BYTES", "STOP_POLL_S", "receive_exactly", "shut", "tune"]
+
+SOCKET_BUFFER_BYTES: Final = 4 << 20
+STOP_POLL_S: Final = 0.05
+"""A blocked send or receive looks this often whether it was stopped."""
+KEEPALIVE_IDLE_S: Final = 10
+KEEPALIVE_INTERVAL_S: Final = 5
+KEEPALIVE_PROBES: Final = 3
+"""A host that is gone, or cut off, is noticed after 25 s of silence; the system answers for a stopped process."""
+
+
+def tune(connection: socket.socket) -> None:
+    """No delays, large buffers, and a peer whose host is gone is noticed."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
+
+
+def shut(connection: socket.socket) -> None:
+    """Wake whoever is blocked in the connection (or listener); that one closes it. Harmless where it is gone."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return
+
+
+def receive_exactly(connection: socket.socket, nbytes: int) -> bytes:
+    """The next ``nbytes`` bytes.
+
+    Raises:
+        OSError: the connection ended before.
+    """
+    data = bytearray(nbytes)
+    view = memoryview(data)
+    while view:
+        if not (count := connection.recv_into(view)):
+            raise ConnectionResetError("the peer closed the connection")
+        view = view[count:]
+    return bytes(data)
