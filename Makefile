@@ -24,11 +24,11 @@ NATIVE := $(shell find gpu_kernels -name '*.cpp' -o -name '*.cc' -o -name '*.c' 
 	-o -name '*.hpp' -o -name '*.cuh')
 INSTALLED_FROM := pyproject.toml constraints.txt hatch_build.py gpu_kernels/kvmesh/kernels/build.py $(NATIVE)
 
-.PHONY: help up down test soak-cache soak-modes lint bench clean venv check
+.PHONY: help up down test soak-cache soak-modes fault-matrix cancel-storm lint bench clean venv check
 
 help: ## Show this help
 	@echo "Targets:"
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
 	@echo "Variables:"
 	@echo "  PYTHON      interpreter for the environment, 3.11 or newer (now: $(or $(PYTHON),none found))"
 	@echo "  VENV        where the environment is (now: $(VENV))"
@@ -52,6 +52,12 @@ soak-cache: $(VENV)/.dev ## Run the random test of the KV cache, a million steps
 
 soak-modes: $(VENV)/.dev ## Run every mode of the KV cache on every architecture instead of on one
 	@KVMESH_SOAK=3 $(BIN)/python -m pytest tests/integration/engine/cache $(ARGS)
+
+fault-matrix: $(VENV)/.dev ## Hurt every process at every point of a transfer; goes on where it stopped (docs/faults.md)
+	@$(BIN)/python tests/faults/matrix.py $(ARGS)
+
+cancel-storm: $(VENV)/.dev ## Cancel 2000 streams in mid-transfer, four times, over each default backend
+	@KVMESH_STORM=2000,4 $(BIN)/python -m pytest -s tests/e2e/test_cancel_storm.py $(ARGS)
 
 lint: $(VENV)/.dev ## Check style and types
 	@$(BIN)/ruff check .

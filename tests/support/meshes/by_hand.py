@@ -57,8 +57,12 @@ class Mesh:
         config = self.directory / f"{name}.yaml"
         config.write_text(yaml.safe_dump({"log_format": "json", **settings}))
         argv = [sys.executable, "-m", "kvmesh.cli.main", command, "--config", str(config)]
-        process = self.processes[name] = Process(name, argv, {**self.env, **env}, self.logs)
+        process = self.processes[name] = self.spawn(name, argv, {**self.env, **env})
         return process
+
+    def spawn(self, name: str, argv: list[str], env: dict[str, str]) -> Process:
+        """Start a service's process; where, is for a mesh of several hosts to say."""
+        return Process(name, argv, env, self.logs)
 
     def start(
         self,
@@ -86,7 +90,7 @@ class Mesh:
         self.wait_ready()
         return self
 
-    def launch_worker(self, name: str, settings: dict[str, Any]) -> Process:
+    def launch_worker(self, name: str, settings: dict[str, Any], **env: str) -> Process:
         cache = {"kv_events_config": EVENTS, **settings.pop("kv_cache_config", {})}
         return self.launch(
             name,
@@ -99,6 +103,7 @@ class Mesh:
                 "cache_transceiver_config": {"backend": "DEFAULT"},
                 **settings,
             },
+            **env,
         )
 
     def wait_ready(self) -> None:
