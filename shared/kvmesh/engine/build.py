@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 import zmq
@@ -13,6 +15,7 @@ from kvmesh.cache.device import CpuDevice, Device, DeviceMemoryError
 from kvmesh.cache.errors import TierFailedError
 from kvmesh.cache.factory import create_manager, resolve_manager
 from kvmesh.cache.layout import LayoutError, PageLayout
+from kvmesh.cache.sharding import shard_requirements
 from kvmesh.cache.sizing import SizingError
 from kvmesh.config import ConfigError, WorkerSettings
 from kvmesh.config.cache_effects import model_settings_without_effect
@@ -22,17 +25,23 @@ from kvmesh.engine.channel import MessageChannel
 from kvmesh.engine.context_cap import context_kv_cap, has_context_workspace
 from kvmesh.engine.executor import Executor
 from kvmesh.engine.intake import Intake, IntakeLimits
+from kvmesh.engine.loading import load, take_threads
 from kvmesh.engine.loop import EngineLoop
 from kvmesh.engine.offers import EarlyOffers
 from kvmesh.engine.outbox import Outbox
 from kvmesh.engine.pages import SequencePages
 from kvmesh.engine.plan import SchedulerLimits
+from kvmesh.engine.ranks.events import OneRankEvents, told_groups
+from kvmesh.engine.ranks.leader import RankGroup, RankStartError
+from kvmesh.engine.ranks.limits import cache_config_of_ranks
+from kvmesh.engine.ranks.pools import split_groups_of
 from kvmesh.engine.report import EngineReporter
 from kvmesh.engine.reservation import PeakPages, longest_fitting
 from kvmesh.engine.runner import BatchRunner
 from kvmesh.engine.sampler import Sampler
 from kvmesh.engine.scheduler import Scheduler
 from kvmesh.engine.starvation import StarvationWatch
+from kvmesh.engine.step import StepComputer
 from kvmesh.engine.transfers import TransferDesk
 from kvmesh.engine.upkeep import CacheUpkeep
 from kvmesh.engine.waiting import LoopWaiter
@@ -40,12 +49,11 @@ from kvmesh.events.endpoints import EndpointError
 from kvmesh.events.factory import EventOrigin, create_event_source
 from kvmesh.events.source import EventSource
 from kvmesh.events.target import NoTargetGroupError
-from kvmesh.kernels import ops
 from kvmesh.models.base import CausalLM, KvPools
 from kvmesh.models.checkpoint import fingerprint
+from kvmesh.models.config import read_config
 from kvmesh.models.errors import ModelError
-from kvmesh.models.registry import load_model
-from kvmesh.models.store import ModelSource, resolve_model
+from kvmesh.models.store import resolve_model
 from kvmesh.net.clock import Clock
 from kvmesh.protocol.engine import EngineReady
 from kvmesh.protocol.ranks import ALONE, DpSeat
@@ -66,6 +74,7 @@ _START_ERRORS = (
     NoTargetGroupError,
     OSError,
     PlaneError,
+    RankStartError,
     TierFailedError,
     TransceiverConfigError,
     zmq.ZMQError,
@@ -95,6 +104,7 @@ class Engine:
         transceiver: Transceiver | None,
         channel: MessageChannel,
         clock: Clock,
+        ranks: RankGroup | None = None,
     ) -> None:
         self.ready = ready
         self.executor = executor
@@ -104,6 +114,7 @@ class Engine:
         self._transceiver = transceiver
         self._channel = channel
         self._clock = clock
+        self._ranks = ranks
 
     @classmethod
     def build(
@@ -136,11 +147,18 @@ class Engine:
         """The loop of this engine."""
         return EngineLoop(self._channel, self.executor, self.reporter, self._clock)
 
+    def watch_ranks(self, on_lost: Callable[[str], None]) -> None:
+        """Call ``on_lost`` with a reason, in a thread of its own, as soon as another rank of this engine has ended."""
+        if self._ranks is not None:
+            self._ranks.watch(on_lost)
+
     def close(self) -> None:
         """Stop threads, free ports and memory. The channel stays open; it is closed after this."""
         try:
             if self._transceiver is not None:
                 self._transceiver.shutdown()
+            if self._ranks is not None:
+                self._ranks.close()
             self.manager.close()
         finally:
             # Last: the cache has just told that its blocks are gone.
@@ -148,13 +166,25 @@ class Engine:
 
 
 def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock: Clock, seat: DpSeat) -> Engine:
-    threads = settings.num_threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(threads)
-    ops.set_num_threads(threads)
+    with ExitStack() as undo:
+        return _build_with(settings, channel, epoch, clock, seat, undo)
+
+
+def _build_with(
+    settings: WorkerSettings, channel: MessageChannel, epoch: int, clock: Clock, seat: DpSeat, undo: ExitStack
+) -> Engine:
+    num_ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size
+    threads = take_threads(settings, num_ranks)
     device = _device(settings, seat)
     settings = _with_share_of_device(settings, device, seat)
     source = resolve_model(settings.model)
-    model = _load(settings, source, device)
+    ranks = RankGroup(settings, read_config(source), device) if num_ranks > 1 else None
+    if ranks is None:
+        model = load(settings, source, device)
+    else:
+        undo.callback(ranks.close)
+        model = load(settings, source, device, ranks.shard, ranks.links)
+        ranks.await_loaded()
     _check(settings, model)
 
     memory: Device = (
@@ -162,25 +192,28 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
         if device.type == "cuda"
         else CpuDevice(settings.device_memory_bytes or DEFAULT_CPU_MEMORY_BYTES)
     )
-    requirements = model.cache_requirements()
-    cache_config = resolve_manager(
-        settings.kv_cache_config,
-        # V1 splits its memory between windows once and for all.
-        model_prefers_v2=any(layer.window is not None for layer in requirements.layers),
+    whole = PageLayout.build(model.cache_requirements(), settings.kv_cache_config.tokens_per_block)
+    layout = PageLayout.build(
+        shard_requirements(model.cache_requirements(), settings.tensor_parallel_size, settings.pipeline_parallel_size),
+        settings.kv_cache_config.tokens_per_block,
     )
-    layout = PageLayout.build(requirements, settings.kv_cache_config.tokens_per_block)
+    cache_config = resolve_manager(
+        cache_config_of_ranks(settings.kv_cache_config, whole, layout),
+        # V1 splits its memory between windows once and for all.
+        model_prefers_v2=any(group.window is not None for group in whole.groups),
+    )
     for note in model_settings_without_effect(
         cache_config,
-        num_layers=len(requirements.layers),
-        num_pools=len(layout.pools),
-        windowed=any(group.window is not None for group in layout.groups),
+        num_layers=model.config.num_layers,
+        num_pools=len(whole.pools),
+        windowed=any(group.window is not None for group in whole.groups),
     ):
         _log.warning("setting has no effect here", setting=note)
     events = create_event_source(
         settings,
         EventOrigin(
             model_name=settings.served_model_name or source.name,
-            layout=layout,
+            layout=whole,
             manager_v2=cache_config.use_kv_cache_manager_v2 is True,
             max_seq_len=model.max_seq_len,
             vocab_size=model.config.vocab_size,
@@ -193,13 +226,17 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
         cache_config,
         layout,
         memory,
-        event_sink=events.sink,
+        event_sink=events.sink
+        if ranks is None or events.sink is None
+        else OneRankEvents(events.sink, told_groups(whole, layout)),
         clock=clock,
         max_seq_len=model.max_seq_len,
         max_batch_size=settings.max_batch_size,
         max_num_tokens=settings.max_num_tokens,
         ranks_per_host=seat.size,
     )
+    if ranks is not None:
+        ranks.share(layout, manager.pools, getattr(torch, layout.groups[0].buffers[0].dtype))
     # By content: the same file may have many names, and the same name many fine-tunes.
     content = fingerprint(source.path)
     digest = layout.digest(content)
@@ -220,8 +257,7 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
     pages = SequencePages(manager)
     scheduler = Scheduler(_scheduler_limits(settings, model, layout), pages)
     addresses = [pool.address for pool in manager.pools]
-    uses_scratch = settings.kv_cache_config.enable_swa_scratch_reuse
-    scratch_groups = [group.group_id for group in layout.groups if uses_scratch and group.window is not None]
+    scratch_groups = split_groups_of(layout, swa_scratch_reuse=settings.kv_cache_config.enable_swa_scratch_reuse)
     desk = None if transceiver is None else _desk(settings, transceiver, layout, device, waiter, clock)
     executor = Executor(
         intake=Intake(limits, sampler, clock),
@@ -230,15 +266,20 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
         upkeep=CacheUpkeep(manager, scheduler, _rebalance_interval(settings)),
         starvation=StarvationWatch(manager, scheduler),
         runner=BatchRunner(
-            model,
-            KvPools.build(layout, addresses),
-            split_pools=KvPools.build(layout, addresses, scratch_groups) if scratch_groups else None,
-            num_groups=len(layout.groups),
+            StepComputer(
+                model,
+                KvPools.build(layout, addresses),
+                KvPools.build(layout, addresses, scratch_groups) if scratch_groups else None,
+                max_num_tokens=settings.max_num_tokens,
+                device=device,
+            ),
+            windows=[group.window for group in layout.groups],
+            scratch_groups=scratch_groups,
             tokens_per_block=layout.tokens_per_block,
             max_batch_size=settings.max_batch_size,
             max_num_tokens=settings.max_num_tokens,
             max_seq_len=model.max_seq_len,
-            device=device,
+            ranks=ranks,
         ),
         sampler=sampler,
         outbox=Outbox(channel.send),
@@ -272,6 +313,7 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
         replay_endpoint=events.replay_endpoint,
     )
     _log.info("engine ready", model=source.name, pages=ready.num_pages, threads=threads, device=memory.name)
+    undo.pop_all()
     return Engine(
         ready=ready,
         executor=executor,
@@ -281,6 +323,7 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
         transceiver=transceiver,
         channel=channel,
         clock=clock,
+        ranks=ranks,
     )
 
 
@@ -301,17 +344,6 @@ def _with_share_of_device(settings: WorkerSettings, device: torch.device, seat: 
     fraction = None if cache.free_gpu_memory_fraction is None else cache.free_gpu_memory_fraction / sharing
     return settings.model_copy(
         update={"kv_cache_config": cache.model_copy(update={"free_gpu_memory_fraction": fraction})}
-    )
-
-
-def _load(settings: WorkerSettings, source: ModelSource, device: torch.device) -> CausalLM:
-    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    return load_model(
-        source,
-        device,
-        dtype,
-        max_seq_len=settings.max_seq_len,
-        max_attention_window=settings.kv_cache_config.max_attention_window,
     )
 
 

@@ -19,6 +19,7 @@ import zmq.asyncio
 from anyio.streams.memory import MemoryObjectSendStream
 
 from kvmesh.config import WorkerSettings
+from kvmesh.engine.exits import how_it_ended
 from kvmesh.engine.rendezvous import rendezvous
 from kvmesh.engine.stream import EngineDeadError, StreamItem, TokenStream
 from kvmesh.protocol.cache_report import IterationRecord
@@ -293,7 +294,7 @@ class EngineClient:
 
     async def _watch(self) -> None:
         code = await self._process.wait()
-        reason = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+        reason = how_it_ended(code)
         self._dead_reason = f"The engine process has ended ({reason})."
         if self._streams:
             _log.error("engine died", reason=reason, requests=len(self._streams))

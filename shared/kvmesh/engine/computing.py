@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from kvmesh.engine.plan import Chunk
+from kvmesh.engine.ranks.errors import RanksLostError
 from kvmesh.engine.sampler import Sampled, Sampler
 from kvmesh.net.faults import fault_point
 from kvmesh.telemetry import get_logger
@@ -52,6 +53,8 @@ def _attempt(runner: ModelRunner, sampler: Sampler, chunks: list[Chunk]) -> Comp
         fault_point("engine.batch")
         logits = runner.run(chunks)
         choices = sampler.sample(logits, [chunk.seq.state for chunk in wanted])
+    except RanksLostError:
+        raise  # Nothing will ever be computed again: the engine must end.
     except Exception:
         # The border of error isolation.
         _log.exception("batch failed", requests=[chunk.seq.request_id for chunk in chunks])

@@ -9,7 +9,6 @@ kernel kills it when the front dies.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -17,6 +16,9 @@ import sys
 from kvmesh.config import WorkerSettings
 from kvmesh.engine.build import Engine, EngineBuildError
 from kvmesh.engine.channel import FrontChannel
+from kvmesh.engine.exits import EXIT_DEFECT, EXIT_RANK_LOST
+from kvmesh.engine.parent import die_with_parent
+from kvmesh.engine.ranks.errors import RanksLostError
 from kvmesh.net.clock import SystemClock
 from kvmesh.net.faults import arm_from_environment
 from kvmesh.protocol.engine import EngineFailed
@@ -25,10 +27,6 @@ from kvmesh.telemetry import configure_logging, get_logger
 
 __all__ = ["engine_main"]
 
-EXIT_DEFECT = 70
-"""``EX_SOFTWARE`` of sysexits.h."""
-
-_PR_SET_PDEATHSIG = 1
 _log = get_logger("engine.process")
 
 
@@ -42,7 +40,8 @@ def engine_main(settings: WorkerSettings, endpoint: str, epoch: int, seat: DpSea
         seat: among the attention data-parallel ranks of its server.
 
     Returns:
-        The exit status: 0 after a shutdown, 1 when the engine could not start, :data:`EXIT_DEFECT` after a defect.
+        The exit status: 0 after a shutdown, 1 when the engine could not start, :data:`EXIT_DEFECT` after a defect,
+        :data:`EXIT_RANK_LOST` when one of its ranks is gone.
     """
     channel = FrontChannel(endpoint)
     try:
@@ -51,9 +50,16 @@ def engine_main(settings: WorkerSettings, endpoint: str, epoch: int, seat: DpSea
         except EngineBuildError as error:
             channel.send(EngineFailed(str(error)))
             return 1
+        except RanksLostError as error:
+            _log.error("engine rank lost", reason=str(error))
+            return EXIT_RANK_LOST
         channel.send(engine.ready)
+        engine.watch_ranks(_rank_lost)
         try:
             engine.loop().run()
+        except RanksLostError as error:
+            _log.error("engine rank lost", reason=str(error))
+            return EXIT_RANK_LOST
         except Exception:
             # The last border: an iteration failed in a way that nobody can mend here. The front sees the process end,
             # fails its requests and says so; the log says why.
@@ -65,17 +71,11 @@ def engine_main(settings: WorkerSettings, endpoint: str, epoch: int, seat: DpSea
     return 0
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends, also when the parent is killed.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:  # It died between the fork and the call.
-        os.kill(os.getpid(), signal.SIGKILL)
+def _rank_lost(reason: str) -> None:
+    """End at once, from whichever thread: the loop may wait for the rank that is gone."""
+    _log.error("engine rank lost", reason=reason)
+    sys.stderr.flush()
+    os._exit(EXIT_RANK_LOST)
 
 
 def _main() -> int:

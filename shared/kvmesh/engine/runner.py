@@ -5,51 +5,59 @@ All host buffers are allocated once and filled in place; a step costs a handful 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
 import numpy as np
 import torch
 
 from kvmesh.cache.base import Scratch
 from kvmesh.engine.scheduler import Chunk
-from kvmesh.engine.tables import StepPlaces, group_tables, split_tables, with_scratch
-from kvmesh.models.base import CausalLM, ForwardBatch, GroupTables, KvPools
+from kvmesh.engine.step import StepComputer, StepInputs
+from kvmesh.engine.tables import StepPlaces, with_scratch
 
-__all__ = ["BatchRunner"]
+__all__ = ["BatchRunner", "OtherRanks"]
+
+
+class OtherRanks(Protocol):
+    """The engine's ranks that compute every step along with this one."""
+
+    def run(self, step: StepInputs, compute: Callable[[StepInputs], torch.Tensor]) -> torch.Tensor:
+        """Have all ranks compute a step, this one with ``compute``; returns what that does."""
+        ...
 
 
 class BatchRunner:
     """Runs one step's chunks.
 
     Args:
-        model: the loaded model.
-        pools: its view of the KV pages.
-        split_pools: the same pages with the groups split that may use scratch slots (semantics §3.7), for the steps
-            that do; None where the cache gives no scratch slots.
-        num_groups: layer groups of the page layout.
+        computer: runs this rank's part.
+        windows: by layer group of all ranks, how many latest tokens its pages are kept for; None: all.
+        scratch_groups: the layer groups that may use scratch slots.
         tokens_per_block: tokens in one page.
         max_batch_size: most sequences in one step.
         max_num_tokens: most tokens in one step.
         max_seq_len: longest sequence, in tokens.
-        device: where the model runs.
+        ranks: the other ranks of the engine, where there are any.
     """
 
     def __init__(
         self,
-        model: CausalLM,
-        pools: KvPools,
+        computer: StepComputer,
         *,
-        split_pools: KvPools | None = None,
-        num_groups: int,
+        windows: Sequence[int | None],
+        scratch_groups: Sequence[int] = (),
         tokens_per_block: int,
         max_batch_size: int,
         max_num_tokens: int,
         max_seq_len: int,
-        device: torch.device,
+        ranks: OtherRanks | None = None,
     ) -> None:
-        self._model = model
-        self._pools = pools
-        self._split_pools = split_pools
+        self._computer = computer
+        self._windows = tuple(windows)
+        self._scratch_groups = tuple(scratch_groups)
         self._tokens_per_block = tokens_per_block
-        self._device = device
+        self._ranks = ranks
         blocks = -(-max_seq_len // tokens_per_block)
         self._token_ids = np.zeros(max_num_tokens, dtype=np.int32)
         self._positions = np.zeros(max_num_tokens, dtype=np.int32)
@@ -57,8 +65,7 @@ class BatchRunner:
         self._query_start = np.zeros(max_batch_size + 1, dtype=np.int32)
         self._context_lens = np.zeros(max_batch_size, dtype=np.int32)
         self._logits_rows = np.zeros(max_batch_size, dtype=np.int64)
-        self._tables = [np.zeros((max_batch_size, blocks), dtype=np.int32) for _ in range(num_groups)]
-        self._slots = [np.zeros(max_num_tokens, dtype=np.int64) for _ in range(num_groups)]
+        self._tables = [np.zeros((max_batch_size, blocks), dtype=np.int32) for _ in windows]
         self._all_positions = np.arange(max_seq_len, dtype=np.int32)
 
     def run(self, chunks: list[Chunk]) -> torch.Tensor:
@@ -69,7 +76,15 @@ class BatchRunner:
 
         Raises:
             NoPageError: a block that is to be written to or read has no page.
+            kvmesh.engine.ranks.errors.StepFailedError: another rank could not compute its part.
+            kvmesh.engine.ranks.errors.RanksLostError: another rank is gone; the engine cannot go on.
         """
+        step = self._inputs(chunks)
+        if self._ranks is None:
+            return self._computer.compute(step)
+        return self._ranks.run(step, self._computer.compute)
+
+    def _inputs(self, chunks: list[Chunk]) -> StepInputs:
         tokens, wanted = self._pack(chunks)
         places = StepPlaces(
             self._rows[:tokens],
@@ -78,35 +93,31 @@ class BatchRunner:
             self._context_lens[: len(chunks)],
             self._tokens_per_block,
         )
-        scratch = {} if self._split_pools is None else self._scratch(chunks, self._split_pools.split)
-        pools = self._split_pools if scratch and self._split_pools is not None else self._pools
-        groups: list[GroupTables] = []
-        for group, (whole, slots) in enumerate(zip(self._tables, self._slots, strict=True)):
-            table = whole[: len(chunks)]
+        scratch = self._scratch(chunks)
+        tables: dict[int, np.ndarray] = {}
+        for group, (whole, window) in enumerate(zip(self._tables, self._windows, strict=True)):
+            table = tables[group] = whole[: len(chunks)]
             for row, chunk in enumerate(chunks):
                 assert chunk.seq.cache is not None
                 chunk.seq.cache.block_table_into(group, table[row])
-            shared = scratch.get(group, ())
-            places.require_pages(group, with_scratch(table, shared) if shared else table, pools.windows[group])
-            if num_layers := pools.split[group]:
-                groups += split_tables(table, num_layers, shared, places, self._device)
-            else:
-                groups.append(group_tables(table, slots[:tokens], places, self._device))
-        batch = ForwardBatch(
-            token_ids=self._tensor(self._token_ids[:tokens]),
-            positions=self._tensor(self._positions[:tokens]),
-            query_start=self._tensor(self._query_start[: len(chunks) + 1]),
-            context_lens=self._tensor(self._context_lens[: len(chunks)]),
-            groups=groups,
-            logits_rows=self._tensor(self._logits_rows[:wanted]),
+            shared = scratch.get(group)
+            places.require_pages(group, with_scratch(table, shared) if shared else table, window)
+        return StepInputs(
+            token_ids=self._token_ids[:tokens],
+            positions=self._positions[:tokens],
+            query_start=self._query_start[: len(chunks) + 1],
+            context_lens=self._context_lens[: len(chunks)],
+            logits_rows=self._logits_rows[:wanted],
+            tables=tables,
+            scratch=scratch,
+            places=places,
         )
-        return self._model.forward(batch, pools)
 
-    def _scratch(self, chunks: list[Chunk], split: tuple[int, ...]) -> dict[int, list[tuple[int, Scratch]]]:
+    def _scratch(self, chunks: list[Chunk]) -> dict[int, list[tuple[int, Scratch]]]:
         """By layer group, the rows of ``chunks`` that use scratch slots in this step."""
         found: dict[int, list[tuple[int, Scratch]]] = {}
-        for group, num_layers in enumerate(split):
-            for row, chunk in enumerate(chunks if num_layers else ()):
+        for group in self._scratch_groups:
+            for row, chunk in enumerate(chunks):
                 assert chunk.seq.cache is not None
                 if (scratch := chunk.seq.cache.scratch(group)) is not None:
                     found.setdefault(group, []).append((row, scratch))
@@ -128,7 +139,3 @@ class BatchRunner:
                 wanted += 1
             offset = end
         return offset, wanted
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self._device.type == "cpu" else tensor.to(self._device)

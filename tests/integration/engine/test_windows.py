@@ -99,7 +99,7 @@ def test_a_tight_cache(
 def pages_while_computing(bench: Any, request: Any) -> int:
     """Pages that the first step of ``request`` holds while the model runs."""
     bench.submit(request)
-    before, model = bench.cache.free, bench.executor._runner._model
+    before, model = bench.cache.free, bench.executor._runner._computer._model
     forward, held = model.forward, []
 
     def looking(*arguments: Any) -> torch.Tensor:

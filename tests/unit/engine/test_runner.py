@@ -16,6 +16,7 @@ from kvmesh.cache.base import Scratch
 from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, LayoutError, PageLayout
 from kvmesh.engine.runner import BatchRunner
 from kvmesh.engine.scheduler import Chunk
+from kvmesh.engine.step import StepComputer
 from kvmesh.engine.tables import NoPageError, StepPlaces, split_tables
 from kvmesh.engine.tokens import TokenHistory
 from kvmesh.models.base import CausalLM, KvPools
@@ -51,15 +52,19 @@ class Bench:
         self.pages = FakePages(layout, num_pages)
         windowed = [group.group_id for group in layout.groups if group.window is not None]
         self.runner = BatchRunner(
-            model,
-            KvPools.build(layout, self.pages.addresses),
-            split_pools=KvPools.build(layout, self.pages.addresses, windowed) if scratch else None,
-            num_groups=len(layout.groups),
+            StepComputer(
+                model,
+                KvPools.build(layout, self.pages.addresses),
+                KvPools.build(layout, self.pages.addresses, windowed) if scratch else None,
+                max_num_tokens=128,
+                device=CPU,
+            ),
+            windows=[group.window for group in layout.groups],
+            scratch_groups=windowed if scratch else (),
             tokens_per_block=BLOCK,
             max_batch_size=4,
             max_num_tokens=128,
             max_seq_len=model.max_seq_len,
-            device=CPU,
         )
         self.options = {"windows": windows, "scratch": scratch}
         self.sequences: dict[str, Any] = {}
