@@ -1,4 +1,4 @@
-"""Channels in processes of their own, driven by a test; the child is ``python channel_peers.py SOCKET BACKEND NAME``."""
+"""Channels in processes of their own, driven by a test: ``python channel_peers.py SOCKET BACKEND NAME`` is a child."""
 
 from __future__ import annotations
 

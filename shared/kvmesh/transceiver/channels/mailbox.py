@@ -104,6 +104,11 @@ class Mailbox:
         self._lock = threading.Lock()
         self._expected: dict[tuple[int, int], Expected] = {}
 
+    @property
+    def expecting(self) -> bool:
+        """Whether any message is expected."""
+        return bool(self._expected)
+
     def expect(self, source: int, tag: int, offset: int, nbytes: int) -> Expected:
         """A message of ``source`` will come for this room.
 

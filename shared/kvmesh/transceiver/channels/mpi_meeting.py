@@ -1,0 +1,149 @@
+"""Where two MPI processes agree to connect: MPI's Accept waits for whoever comes, so nobody accepts unannounced.
+
+The owner listens on TCP. A receiver says who it is and presents the owner's token, which only those know whom the owner
+has told it in a signed introduction. The owner opens an MPI port and names it; the receiver says "go" and connects, and
+only then the owner accepts. Each step is bounded, and a peer that dies in between is seen as the end of the stream.
+"""
+
+from __future__ import annotations
+
+import hmac
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+
+from kvmesh.net.address import reachable_host
+from kvmesh.transceiver.planes.base import PlaneError
+
+__all__ = ["Meeting", "announce"]
+
+MAX_BYTES: Final = 64 << 10
+GO: Final = b"go"
+BACKLOG: Final = 16
+
+
+class _Announcement(msgspec.Struct, frozen=True, array_like=True):
+    token: bytes
+    name: str
+    """Of the receiver."""
+
+
+class _Answer(msgspec.Struct, frozen=True, array_like=True):
+    port: str
+    """MPI's name of the port; empty after the connection is made."""
+    error: str = ""
+
+
+class Meeting:
+    """The owner's side.
+
+    Args:
+        bind_host: where to listen, at a port of the system's choice.
+        token: what receivers must present.
+        step_timeout_s: bound of each step.
+        open_port: makes an MPI port for the receiver of that name and returns its name, or refuses with PlaneError.
+        accept: takes that receiver's connection at that port, or fails with PlaneError.
+    """
+
+    def __init__(
+        self,
+        bind_host: str,
+        token: bytes,
+        step_timeout_s: float,
+        open_port: Callable[[str], str],
+        accept: Callable[[str, str], None],
+    ) -> None:
+        self._token = token
+        self._step_timeout_s = step_timeout_s
+        self._open_port, self._accept = open_port, accept
+        family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
+        self._listener = socket.create_server((bind_host, 0), family=family, backlog=BACKLOG)
+        self.address: tuple[str, int] = (reachable_host(bind_host).strip("[]"), self._listener.getsockname()[1])
+        self._thread = threading.Thread(target=self._run, name="kvmesh-mpi-meeting", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(2 * self._step_timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), name="kvmesh-mpi-meeting", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError, msgspec.MsgspecError):  # The other side sees the end of the stream.
+            connection.settimeout(self._step_timeout_s)
+            self._meet(connection)
+
+    def _meet(self, connection: socket.socket) -> None:
+        said = msgspec.msgpack.decode(_receive(connection), type=_Announcement)
+        if not hmac.compare_digest(said.token, self._token):
+            return
+        try:
+            port = self._open_port(said.name)
+            _send(connection, msgspec.msgpack.encode(_Answer(port)))
+            if _receive(connection) != GO:
+                return
+            self._accept(said.name, port)
+        except PlaneError as error:
+            _send(connection, msgspec.msgpack.encode(_Answer("", str(error))))
+        else:
+            _send(connection, msgspec.msgpack.encode(_Answer("")))
+
+
+def announce(
+    address: tuple[str, int], token: bytes, name: str, step_timeout_s: float, connect: Callable[[str], None]
+) -> None:
+    """The receiver's side: meet the owner at ``address`` and have ``connect`` connect to the port that it names.
+
+    Raises:
+        PlaneError: the owner cannot be reached, or refuses, or ``connect`` has failed.
+    """
+    try:
+        with socket.create_connection(address, step_timeout_s) as connection:
+            connection.settimeout(step_timeout_s)
+            _send(connection, msgspec.msgpack.encode(_Announcement(token, name)))
+            port = _answer(connection)
+            _send(connection, GO)
+            connect(port)
+            _answer(connection)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise PlaneError(f"the owner at {address[0]}:{address[1]} did not let us in: {error}") from error
+
+
+def _answer(connection: socket.socket) -> str:
+    answer = msgspec.msgpack.decode(_receive(connection), type=_Answer)
+    if answer.error:
+        raise PlaneError(answer.error)
+    return answer.port
+
+
+def _send(connection: socket.socket, message: bytes) -> None:
+    connection.sendall(len(message).to_bytes(4, "big") + message)
+
+
+def _receive(connection: socket.socket) -> bytes:
+    nbytes = int.from_bytes(_receive_exactly(connection, 4), "big")
+    if nbytes > MAX_BYTES:
+        raise OSError("a message is too long")
+    return _receive_exactly(connection, nbytes)
+
+
+def _receive_exactly(connection: socket.socket, nbytes: int) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        if not (more := connection.recv(nbytes - len(data))):
+            raise ConnectionResetError("the connection ended")
+        data += more
+    return data
