@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -20,6 +19,7 @@ from anyio.streams.memory import MemoryObjectSendStream
 
 from kvmesh.config import WorkerSettings
 from kvmesh.engine.exits import how_it_ended
+from kvmesh.engine.launching import Launch, plan_launch
 from kvmesh.engine.rendezvous import rendezvous
 from kvmesh.engine.stream import EngineDeadError, StreamItem, TokenStream
 from kvmesh.protocol.cache_report import IterationRecord
@@ -84,8 +84,9 @@ class EngineClient:
         iterations: what iterations did, oldest first; whoever tells it takes it out.
     """
 
-    def __init__(self, socket: zmq.asyncio.Socket, process: anyio.abc.Process, epoch: int) -> None:
+    def __init__(self, socket: zmq.asyncio.Socket, process: anyio.abc.Process, epoch: int, launch: Launch) -> None:
         self.epoch = epoch
+        self._launch = launch
         self._socket = socket
         self._process = process
         self._encoder = msgspec.msgpack.Encoder()
@@ -135,12 +136,12 @@ class EngineClient:
             try:
                 epoch = new_epoch() if epoch is None else epoch
                 numbers = (epoch, os.getpid(), *seat)
-                process = await anyio.open_process(
-                    [sys.executable, "-m", "kvmesh.engine.process", endpoint, *map(str, numbers)],
-                    stdout=None,
-                    stderr=None,
-                )
-                client = cls(socket, process, epoch)
+                try:
+                    launch = plan_launch(settings, (endpoint, *map(str, numbers)))
+                except FileNotFoundError as error:
+                    raise EngineRefusedError(str(error)) from error
+                process = await anyio.open_process(launch.command, stdout=None, stderr=None)
+                client = cls(socket, process, epoch, launch)
                 body_error: BaseException | None = None
                 try:
                     async with anyio.create_task_group() as tasks:
@@ -293,7 +294,7 @@ class EngineClient:
             raise EngineStartError(f"the engine was not ready within {timeout_s:g} s")
 
     async def _watch(self) -> None:
-        code = await self._process.wait()
+        code = self._launch.exit_code(await self._process.wait())
         reason = how_it_ended(code)
         self._dead_reason = f"The engine process has ended ({reason})."
         if self._streams:
