@@ -36,6 +36,10 @@ class LocalEngine:
     """None when they are switched off, or cannot be computed on this memory."""
     handshake: Handshake
     tickets: Signer
+    claims: Signer
+    """Generation first: what receivers sign instead."""
+    addresses: Signer
+    """Generation first: what tells receivers whom to ask."""
     times: TransferTimes
     clock: Clock
     waiter: Waiter

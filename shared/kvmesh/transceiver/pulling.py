@@ -6,14 +6,14 @@ import numpy as np
 
 from kvmesh.net.faults import FaultInjectedError, fault_point
 from kvmesh.protocol.transfer import CancelSession, ResultAck, TransferResult
+from kvmesh.transceiver.arrivals import arrived_pages
 from kvmesh.transceiver.handshake import Pairing
-from kvmesh.transceiver.integrity import checksum_difference
 from kvmesh.transceiver.links import worker_of
 from kvmesh.transceiver.local import LocalEngine
 from kvmesh.transceiver.parts import decode_sources, make_parts
 from kvmesh.transceiver.planes.base import MoveJob, MoveStoppedError, Part, PlaneError
 from kvmesh.transceiver.runs import MissingPageError, decode_pages
-from kvmesh.transceiver.sessions import ReceiveSession
+from kvmesh.transceiver.sessions import ReceiveSession, SliceCheck
 from kvmesh.transceiver.states import ReceiveEvent, SessionState, next_receive_status
 from kvmesh.transceiver.table import SessionTable
 from kvmesh.transceiver.types import PageIds
@@ -38,40 +38,47 @@ class Pulling:
     def start_pull(self, session: ReceiveSession, pairing: Pairing, granted: TransferResult) -> None:
         """Copy the pages that the owner has granted (under the lock)."""
         try:
-            parts = self._parts_of(session, pairing, [decode_pages(data) for data in granted.src_pages], granted)
+            parts = self._parts_of(session.local, pairing, [decode_pages(data) for data in granted.src_pages], granted)
         except (MissingPageError, ValueError) as error:
             self._fail(session, f"the owner's answer makes no sense: {error}")
             return
-        self._prepare_check(session, parts, granted)
+        check = self._prepare_check(session, parts, granted)
         job = MoveJob(
             transfer_id=session.transfer_id,
             session=session.session,
             parts=parts,
             access=granted.access,
             control=session.control,
-            sums=session.sums,
+            sums=None if check is None else check.ours,
         )
-        if session.sums is not None and granted.checksums:
-            session.owner_sums = granted.checksums
+        if check is not None and granted.checksums:
+            check.theirs = granted.checksums
+        session.next_slice += 1
         self._apply(session, ReceiveEvent.MOVING)
-        self._submit(session, job)
+        self._submit(session, job, None, is_last=True)
 
     def start_check(self, session: ReceiveSession, pairing: Pairing, written: TransferResult) -> None:
-        """Check the pages that the owner has written (under the lock)."""
+        """Check the pages that the owner has written: all, or those of one slice (under the lock)."""
+        local = arrived_pages(session, self._engine.layout, written) if session.is_claim else session.local
         # Where they came from plays no part any more, only which of them came together.
-        pages = [np.zeros(len(session.local[route.receiver_group]), dtype=np.int32) for route in pairing.routes]
+        pages = [np.zeros(len(local[route.receiver_group]), dtype=np.int32) for route in pairing.routes]
         try:
-            parts = self._parts_of(session, pairing, pages, written)
+            parts = self._parts_of(local, pairing, pages, written)
         except MissingPageError as error:
+            session.peer_may_write = session.peer_may_write and not written.is_last
             self._fail(session, f"the owner's answer makes no sense: {error}")
             return
-        self._prepare_check(session, parts, written)
-        self._submit(session, None)
+        check = self._prepare_check(session, parts, written)
+        session.next_slice += 1
+        if not written.is_last and session.status.state is SessionState.READY:
+            self._apply(session, ReceiveEvent.MOVING)
+        self._submit(session, None, check, is_last=written.is_last)
 
-    def take_checksums(self, session: ReceiveSession, sums: list[bytes]) -> None:
+    def take_checksums(self, session: ReceiveSession, answer: TransferResult) -> None:
         """The owner's checksums have come (under the lock)."""
-        session.owner_sums = sums
-        self._complete(session)
+        if answer.slice_index < len(session.checks):
+            session.checks[answer.slice_index].theirs = answer.checksums
+            self._complete(session)
 
     def acknowledge(self, session: ReceiveSession) -> None:
         """Tell the owner, once, how an ended session stands: it may release its pages, or has to stop writing."""
@@ -92,70 +99,85 @@ class Pulling:
                 ),
             )
         else:
-            give_up = CancelSession(transfer_id=session.transfer_id, ticket=session.token)
-            self._engine.send(session.endpoint, give_up)
+            self._engine.send(session.endpoint, self._give_up(session, 0))
 
     def ask_to_stop(self, session: ReceiveSession) -> None:
         """Ask an owner that may be writing to stop and to say so.
 
         The ticket goes along: should the request have been lost, or overtaken, it can never be redeemed afterwards.
         """
-        message = CancelSession(transfer_id=session.transfer_id, session=session.session, ticket=session.token)
-        self._engine.send(session.endpoint, message)
+        self._engine.send(session.endpoint, self._give_up(session, session.session))
+
+    @staticmethod
+    def _give_up(session: ReceiveSession, number: int) -> CancelSession:
+        ticket, claim = (b"", session.token) if session.is_claim else (session.token, b"")
+        return CancelSession(transfer_id=session.transfer_id, session=number, ticket=ticket, claim=claim)
 
     def _parts_of(
-        self, session: ReceiveSession, pairing: Pairing, pages: list[PageIds], answer: TransferResult
+        self, local: list[PageIds], pairing: Pairing, pages: list[PageIds], answer: TransferResult
     ) -> list[Part]:
         if len(pages) != len(pairing.routes):
             raise MissingPageError(f"pages of {len(pages)} routes are granted, there are {len(pairing.routes)}")
         return make_parts(
             pairing.routes,
             decode_sources(pages, answer.src_tiers),
-            session.local,
+            local,
             owner=pairing.layout,
             receiver=self._engine.layout,
             side="receiver",
         )
 
-    def _prepare_check(self, session: ReceiveSession, parts: list[Part], answer: TransferResult) -> None:
-        if answer.checked and self._engine.checksums is not None:
-            session.sums = self._engine.checksums.running(parts)
+    def _prepare_check(self, session: ReceiveSession, parts: list[Part], answer: TransferResult) -> SliceCheck | None:
+        if not answer.checked or self._engine.checksums is None:
+            return None
+        session.checks.append(SliceCheck(self._engine.checksums.running(parts)))
+        return session.checks[-1]
 
-    def _submit(self, session: ReceiveSession, job: MoveJob | None) -> None:
+    def _submit(self, session: ReceiveSession, job: MoveJob | None, check: SliceCheck | None, *, is_last: bool) -> None:
+        session.moving += 1
         session.busy = True
         if (
             job is not None
             and session.peer is not None
             and self._engine.plane.is_quick(session.peer, session.num_bytes)
         ):
-            self._work(session, job)
+            self._work(session, job, check, is_last=is_last)
             return
         try:
-            self._engine.workers.submit(worker_of(session.endpoint), lambda: self._work(session, job))
+            self._engine.workers.submit(
+                worker_of(session.endpoint), lambda: self._work(session, job, check, is_last=is_last)
+            )
         except WorkerBusyError as error:
-            session.busy = False
+            self._leave(session)
             self._fail(session, str(error))
 
-    def _work(self, session: ReceiveSession, job: MoveJob | None) -> None:
+    @staticmethod
+    def _leave(session: ReceiveSession) -> None:
+        session.moving -= 1
+        session.busy = session.moving > 0
+
+    def _work(self, session: ReceiveSession, job: MoveJob | None, check: SliceCheck | None, *, is_last: bool) -> None:
         reason = ""
         try:
             if job is not None:
                 assert session.peer is not None
                 self._engine.plane.move(session.peer, job)
-            elif session.sums is not None:
-                session.sums.add_all()
-            fault_point("transceiver.before_ack")
+            elif check is not None:
+                check.ours.add_all()
+            if is_last:
+                fault_point("transceiver.before_ack")
         except MoveStoppedError:
             reason = "stopped"
         except (PlaneError, FaultInjectedError) as error:
             reason = str(error)
         with self._table.lock:
-            session.busy = False
+            self._leave(session)
             if session.terminal:
-                self.acknowledge(session)
+                if not session.busy:
+                    self.acknowledge(session)
             elif reason:
                 self._fail(session, reason)
-            else:
+            elif is_last:
                 self._apply(session, ReceiveEvent.MOVED)
                 self._complete(session)
             self._table.notify()
@@ -163,14 +185,12 @@ class Pulling:
     def _complete(self, session: ReceiveSession) -> None:
         if session.status.state is not SessionState.KV_TRANSFERRED:
             return
-        if session.sums is None:
+        compared = [check.difference() for check in session.checks if check.theirs is not None]
+        damage = next((found for found in compared if found is not None), None)
+        if damage is not None:
+            self._fail(session, damage, "checksum_mismatch")
+        elif len(compared) == len(session.checks):
             self._apply(session, ReceiveEvent.VERIFIED)
-        elif session.owner_sums is not None:
-            damage = checksum_difference(session.sums.encoded(), session.owner_sums)
-            if damage is None:
-                self._apply(session, ReceiveEvent.VERIFIED)
-            else:
-                self._fail(session, damage, "checksum_mismatch")
         elif session.orphaned:
             self._fail(session, f"{session.peer} ended before it had sent its checksums", "peer_dead", 503)
 

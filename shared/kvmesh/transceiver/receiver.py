@@ -8,14 +8,28 @@ from __future__ import annotations
 
 import hmac
 import itertools
+import secrets
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from kvmesh.net.faults import FaultInjectedError, fault_point
 from kvmesh.protocol.disagg import HandOff
-from kvmesh.protocol.transfer import CancelSession, HelloReply, Refused, RequestData, ResultAck, Ticket, TransferResult
+from kvmesh.protocol.transfer import (
+    Aux,
+    CancelSession,
+    Claim,
+    HelloReply,
+    Refused,
+    RequestData,
+    ResultAck,
+    Ticket,
+    TransferResult,
+)
 from kvmesh.telemetry import get_logger
+from kvmesh.transceiver.arrivals import aux_obstacle
+from kvmesh.transceiver.claims import open_address, sign
 from kvmesh.transceiver.handshake import Pairing
 from kvmesh.transceiver.links import Link, Links, LinkState
 from kvmesh.transceiver.local import LocalEngine
@@ -25,10 +39,23 @@ from kvmesh.transceiver.runs import encode_pages, select
 from kvmesh.transceiver.sessions import ReceiveSession
 from kvmesh.transceiver.states import ReceiveEvent, SessionState, next_receive_status
 from kvmesh.transceiver.table import SessionTable
-from kvmesh.transceiver.tickets import PromptMismatchError, TicketError, check_ticket
+from kvmesh.transceiver.tickets import NONCE_BYTES, PromptMismatchError, TicketError, check_ticket
 from kvmesh.transceiver.types import PageLease, PeerKey, TransferPoll, TransferSize
 
 __all__ = ["ReceiverSide"]
+
+
+CLAIM_MS = 120_000
+"""Life of a claim where transfers have no deadline."""
+
+
+class _Owner(NamedTuple):
+    """Whom a session asks, and with what right."""
+
+    peer: PeerKey
+    endpoint: str
+    token: bytes
+    is_claim: bool = False
 
 
 class ReceiverSide:
@@ -45,6 +72,7 @@ class ReceiverSide:
         self._pulling = Pulling(engine, self.table)
         self._precancelled = PreCancels(engine.clock)
         self._numbers = itertools.count(1)
+        self._auxes: dict[int, Aux] = {}
 
     # The executor's thread.
 
@@ -65,7 +93,6 @@ class ReceiverSide:
             DuplicateTransferError: this transfer is open already; the lease stays the caller's.
             ValueError: the lease or ``first_block`` does not fit the hand-off.
         """
-        engine = self._engine
         ticket = self._accept(transfer_id, handoff)
         if not hmac.compare_digest(ticket.prompt_digest, prompt_digest):
             # Else pages of one prompt would become reusable here under the keys of another.
@@ -74,10 +101,70 @@ class ReceiverSide:
             raise PromptMismatchError(
                 f"the hand-off of transfer {transfer_id} is for another prompt or cache_salt than this request's"
             )
-        peer = PeerKey(ticket.owner_instance_id, ticket.owner_epoch)
+        owner = _Owner(PeerKey(ticket.owner_instance_id, ticket.owner_epoch), handoff.control_endpoint, handoff.ticket)
+        return self._open(transfer_id, request_id, owner, lease, first_block, ticket.num_tokens)
+
+    def open_claimed(
+        self,
+        transfer_id: int,
+        request_id: str,
+        address: bytes,
+        lease: PageLease,
+        first_block: Sequence[int],
+        num_tokens: int,
+        prompt_digest: bytes,
+    ) -> TransferSize:
+        """Generation first: :meth:`open` of a prompt that the owner at ``address`` has still to compute.
+
+        Raises:
+            TicketError: 403, no context engine of this cluster signed the address.
+            DuplicateTransferError: this transfer is open already; the lease stays the caller's.
+            ValueError: the lease or ``first_block`` does not fit ``num_tokens``.
+        """
+        owner = self._claim(transfer_id, address, num_tokens, prompt_digest)
+        return self._open(transfer_id, request_id, owner, lease, first_block, num_tokens)
+
+    def take_aux(self, transfer_id: int) -> Aux | None:
+        """What came with a completed generation-first transfer; it is forgotten here."""
+        with self.table.lock:
+            return self._auxes.pop(transfer_id, None)
+
+    def _claim(self, transfer_id: int, address: bytes, num_tokens: int, prompt_digest: bytes) -> _Owner:
+        engine = self._engine
+        try:
+            where = open_address(engine.addresses, address)
+        except TicketError:
+            with self.table.lock:
+                self.table.counters.refused += 1
+            raise
+        now_ms = engine.now_unix_ms()
+        claim = Claim(
+            transfer_id=transfer_id,
+            owner_instance_id=where.instance_id,
+            owner_epoch=where.epoch,
+            receiver_instance_id=engine.key.instance_id,
+            receiver_epoch=engine.key.epoch,
+            num_tokens=num_tokens,
+            prompt_digest=prompt_digest,
+            expires_unix_ms=engine.times.deadline_unix_ms(now_ms) or now_ms + CLAIM_MS,
+            nonce=secrets.token_bytes(NONCE_BYTES),
+        )
+        token = sign(engine.claims, claim)
+        return _Owner(PeerKey(where.instance_id, where.epoch), where.control_endpoint, token, is_claim=True)
+
+    def _open(
+        self,
+        transfer_id: int,
+        request_id: str,
+        owner: _Owner,
+        lease: PageLease,
+        first_block: Sequence[int],
+        num_tokens: int,
+    ) -> TransferSize:
+        engine = self._engine
         if len(first_block) != engine.num_groups:
             raise ValueError(f"first blocks of {len(first_block)} layer groups for a layout of {engine.num_groups}")
-        pages = engine.leased_pages(lease, ticket.num_tokens)
+        pages = engine.leased_pages(lease, num_tokens)
         wanted = [ids[first:] for ids, first in zip(pages, first_block, strict=True)]
         local = [select(ids, ids >= 0) for ids in wanted]
         session = ReceiveSession(
@@ -85,11 +172,12 @@ class ReceiverSide:
             request_id=request_id,
             lease=lease,
             started_s=engine.clock.monotonic_s(),
-            num_tokens=ticket.num_tokens,
+            num_tokens=num_tokens,
             session=next(self._numbers),
-            peer=peer,
-            endpoint=handoff.control_endpoint,
-            token=handoff.ticket,
+            peer=owner.peer,
+            endpoint=owner.endpoint,
+            token=owner.token,
+            is_claim=owner.is_claim,
             first_block=list(first_block),
             wanted=wanted,
             local=local,
@@ -104,7 +192,7 @@ class ReceiverSide:
             engine.plane.session_opened()
             if self._precancelled.take(transfer_id):
                 self._cancel(session, "cancelled before it was opened")
-            elif self.links.obtain(session.endpoint, peer).state is LinkState.UP:
+            elif self.links.obtain(session.endpoint, owner.peer).state is LinkState.UP:
                 self._ask(session)
         return TransferSize(session.num_pages, session.num_bytes)
 
@@ -148,6 +236,17 @@ class ReceiverSide:
             self.links.obtain(ticket.control_endpoint, PeerKey(ticket.owner_instance_id, ticket.owner_epoch))
             self._engine.send(ticket.control_endpoint, CancelSession(transfer_id=transfer_id, ticket=handoff.ticket))
 
+    def decline_claim(self, transfer_id: int, address: bytes) -> None:
+        """Generation first: :meth:`decline` of a prompt that was never asked for.
+
+        Raises:
+            TicketError: 403, as in :meth:`open_claimed`.
+        """
+        owner = self._claim(transfer_id, address, 0, b"")
+        with self.table.lock:
+            self.links.obtain(owner.endpoint, owner.peer)
+            self._engine.send(owner.endpoint, CancelSession(transfer_id=transfer_id, claim=owner.token))
+
     def _accept(self, transfer_id: int, handoff: HandOff) -> Ticket:
         engine = self._engine
         try:
@@ -189,24 +288,24 @@ class ReceiverSide:
             if session is None:
                 self.table.counters.dropped += 1
                 return
-            session.peer_may_write = False
+            if result.is_last:
+                session.peer_may_write = False
             if session.terminal:
                 self.table.notify()  # Its pages may be quiet now.
             granted = result.status in {"ready", "done"}
             if session.terminal:
                 if granted:
                     self._acknowledge(session)
-            elif granted and (
-                session.status.state is not SessionState.READY or self._push != (result.status == "done")
-            ):
+            elif granted and (obstacle := self._obstacle(session, result)) is not None:
                 self.table.counters.dropped += 1
-                self._log.warning("an answer makes no sense", transfer_id=result.transfer_id, status=result.status)
-            elif result.status == "ready":
-                self._pulling.start_pull(session, self._pairing_of(session), result)
-            elif result.status == "done":
-                self._pulling.start_check(session, self._pairing_of(session), result)
+                self._log.warning("an answer makes no sense", transfer_id=result.transfer_id, reason=obstacle)
+            elif granted and (obstacle := aux_obstacle(session, result)) is not None:
+                session.peer_may_write = False if result.is_last else session.peer_may_write
+                self._fail(session, 502, "bad_aux", f"the owner's answer makes no sense: {obstacle}")
+            elif granted:
+                self._take_granted(session, result)
             elif result.status == "checksums":
-                self._pulling.take_checksums(session, result.checksums)
+                self._pulling.take_checksums(session, result)
             elif result.status == "cancelled":
                 self._apply(session, ReceiveEvent.CANCEL, "cancelled by the page owner")
             else:
@@ -262,6 +361,31 @@ class ReceiverSide:
 
     # Under the lock.
 
+    def _obstacle(self, session: ReceiveSession, result: TransferResult) -> str | None:
+        """Why a session cannot take this answer now; such an answer is dropped."""
+        state = session.status.state
+        expected = {SessionState.READY, SessionState.TRANSFERRING} if session.next_slice else {SessionState.READY}
+        if state not in expected:
+            return f"{result.status} to a session that is {state.value}"
+        if result.aux is not None and result.aux.finished:
+            return None
+        if self._push != (result.status == "done"):
+            return f"{result.status} on a plane of the other kind"
+        if result.slice_index != session.next_slice:
+            return f"slice {result.slice_index} where {session.next_slice} is expected"
+        return None
+
+    def _take_granted(self, session: ReceiveSession, result: TransferResult) -> None:
+        session.aux = result.aux
+        if result.aux is not None and result.aux.finished:
+            session.num_pages = session.num_bytes = 0
+            self._apply(session, ReceiveEvent.MOVED)
+            self._apply(session, ReceiveEvent.VERIFIED)
+        elif result.status == "ready":
+            self._pulling.start_pull(session, self._pairing_of(session), result)
+        else:
+            self._pulling.start_check(session, self._pairing_of(session), result)
+
     def _ask(self, session: ReceiveSession) -> None:
         try:
             fault_point("transceiver.before_request")
@@ -273,7 +397,8 @@ class ReceiverSide:
             RequestData(
                 transfer_id=session.transfer_id,
                 session=session.session,
-                ticket=session.token,
+                ticket=b"" if session.is_claim else session.token,
+                claim=session.token if session.is_claim else b"",
                 first_block=session.first_block,
                 dst_pages=[encode_pages(ids) for ids in session.wanted],
             ),
@@ -297,6 +422,8 @@ class ReceiverSide:
 
     def _ended(self, session: ReceiveSession) -> None:
         session.control.stop()
+        if session.aux is not None and session.status.state is SessionState.FULLY_TRANSFERRED:
+            self._auxes[session.transfer_id] = session.aux
         if not session.busy:
             self._acknowledge(session)
 

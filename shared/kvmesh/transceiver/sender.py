@@ -11,6 +11,7 @@ import secrets
 
 from kvmesh.protocol.transfer import CancelSession, Hello, Refused, RequestData, ResultAck, Ticket, TransferResult
 from kvmesh.telemetry import get_logger
+from kvmesh.transceiver.early_sender import EarlySender
 from kvmesh.transceiver.handshake import PairingRefusedError
 from kvmesh.transceiver.local import LocalEngine
 from kvmesh.transceiver.parts import HeldPages, choose_sources, make_parts
@@ -19,15 +20,13 @@ from kvmesh.transceiver.planes.base import MoveJob
 from kvmesh.transceiver.precancel import PreCancels
 from kvmesh.transceiver.runs import MissingPageError, decode_pages, select
 from kvmesh.transceiver.serving import Serving
-from kvmesh.transceiver.sessions import SendSession
+from kvmesh.transceiver.sessions import Piece, SendSession
 from kvmesh.transceiver.states import InvalidTransitionError, SendEvent, next_send_status
 from kvmesh.transceiver.table import SessionTable
-from kvmesh.transceiver.tickets import SpentNonces, TicketError, check_ticket
+from kvmesh.transceiver.tickets import NEVER_UNIX_MS, NONCE_BYTES, SpentNonces, TicketError, check_ticket
 from kvmesh.transceiver.types import PageLease, PeerKey, TransferPoll
 
 __all__ = ["SenderSide"]
-
-NONCE_BYTES = 16
 
 _ACK_EVENTS = {
     "done": SendEvent.ACK_DONE,
@@ -47,6 +46,7 @@ class SenderSide:
         self._serving = Serving(engine, self.table, self.receivers)
         self._spent = SpentNonces()
         self._precancelled = PreCancels(engine.clock)
+        self.early = EarlySender(engine, self.table, self.receivers, self._serving, self._precancelled)
 
     # The executor's thread.
 
@@ -67,6 +67,7 @@ class SenderSide:
         """
         engine = self._engine
         now_s = engine.clock.monotonic_s()
+        deadline_unix_ms = engine.times.deadline_unix_ms(engine.now_unix_ms())
         ticket = Ticket(
             transfer_id=transfer_id,
             owner_instance_id=engine.key.instance_id,
@@ -74,7 +75,7 @@ class SenderSide:
             num_tokens=num_tokens,
             prompt_digest=prompt_digest,
             layout_digest=engine.handshake.mine.layout_digest,
-            expires_unix_ms=engine.now_unix_ms() + round(engine.times.timeout_s * 1000),
+            expires_unix_ms=NEVER_UNIX_MS if deadline_unix_ms is None else deadline_unix_ms,
             nonce=secrets.token_bytes(NONCE_BYTES),
             control_endpoint=control_endpoint,
         )
@@ -89,7 +90,7 @@ class SenderSide:
             held=[HeldPages(ids) for ids in engine.leased_pages(lease, num_tokens)],
         )
         with self.table.lock:
-            self.table.add(session, deadline_unix_ms=ticket.expires_unix_ms)
+            self.table.add(session, deadline_unix_ms=deadline_unix_ms)
             if self._precancelled.take(transfer_id):
                 self._apply(session, SendEvent.CANCEL, "cancelled before it was opened")
         return engine.tickets.sign_ticket(ticket)
@@ -99,6 +100,7 @@ class SenderSide:
 
         A session that passes its deadline counts as settled, once, as timed out; it stays open with its pages pinned.
         """
+        self.early.maintain()
         return self.table.poll(at_least, self._engine.times.slice_s, self._flag_overdue)
 
     def sweep(self) -> list[int]:
@@ -114,7 +116,9 @@ class SenderSide:
                 session.control.stop()
                 route = self.receivers.route(session.peer)
                 now_s = self._engine.clock.monotonic_s()
-                if route is not None and not session.terminal and session.cancel_is_due(now_s):
+                if session.is_idle and session.peer is not None:
+                    self._serving.give_up(session)
+                elif route is not None and not session.terminal and session.cancel_is_due(now_s):
                     self._engine.send(route, CancelSession(transfer_id=transfer_id, session=session.session))
             return self.table.safe(transfer_id)
 
@@ -127,6 +131,7 @@ class SenderSide:
                         session.control.abandon()
                         status = next_send_status(session.status, SendEvent.PEER_DEAD)
                         self.table.fail(session, status, 503, "peer_dead", f"{peer} ended during the transfer")
+                self.early.forget(peer)
                 self._serving.forget(peer)
 
     # The control thread.
@@ -150,9 +155,12 @@ class SenderSide:
         self._serving.pair(route, peer, hello.agent)
 
     def on_request(self, route: bytes, request: RequestData) -> None:
-        """A receiver presents a ticket and asks for pages."""
+        """A receiver presents a ticket, or a claim, and asks for pages."""
         with self.table.lock:
             peer = self.receivers.peer(route)
+            if request.claim:
+                self.early.on_claim(route, peer, request)
+                return
             try:
                 if peer is None:
                     raise TicketError("hello_required", "introduce yourself before asking for pages")
@@ -164,7 +172,7 @@ class SenderSide:
                 self._refuse(route, request, error.status, error.code or "ticket_refused", error.message)
                 return
             session = self.table.open.get(request.transfer_id)
-            if session is None or session.ticket.nonce != ticket.nonce:
+            if session is None or session.ticket is None or session.ticket.nonce != ticket.nonce:
                 self._refuse(route, request, 404, "transfer_unknown", "the pages of this transfer are no longer held")
                 return
             session.peer, session.session = peer, request.session
@@ -172,14 +180,14 @@ class SenderSide:
                 self._serving.answer(session, "cancelled", message="the transfer was cancelled")
                 return
             try:
-                job = self._job_of(session, peer, request)
+                job, piece = self._job_of(session, peer, request)
             except (MissingPageError, ValueError) as error:
                 self._serving.answer(session, "failed", message=str(error))
                 status = next_send_status(session.status, SendEvent.FAIL)
                 self.table.fail(session, status, 409, "pages_mismatch", str(error))
                 return
             self._apply(session, SendEvent.ASKED)
-            self._serving.start(session, peer, job)
+            self._serving.start(session, peer, job, piece)
 
     def on_ack(self, route: bytes, ack: ResultAck) -> None:
         """A receiver reads no more."""
@@ -187,6 +195,8 @@ class SenderSide:
             session = self.table.open.get(ack.transfer_id)
             if session is None or not session.asked_by(self.receivers.peer(route), ack.session):
                 # The usual answer to a repeated cancel of a session that has ended meanwhile.
+                if (peer := self.receivers.peer(route)) is not None:
+                    self.early.early.withdraw(peer, ack.transfer_id, ack.session)
                 return
             try:
                 status = next_send_status(session.status, _ACK_EVENTS[ack.status])
@@ -208,8 +218,13 @@ class SenderSide:
             if session is not None and session.asked_by(peer, cancel.session):
                 self._apply(session, SendEvent.CANCEL, "cancelled by the receiver")
                 session.control.stop()
+                if session.is_idle:
+                    session.told_end = True  # below
+                    self._serving.give_up(session)
             elif cancel.ticket:
                 self._give_up(cancel)
+            else:
+                self.early.on_cancel(peer, cancel)
             if peer is not None and cancel.session and not self._moves(peer, cancel.session):
                 # The receiver may reuse its pages. Where something moves, the worker says so when it has stopped.
                 message = TransferResult(transfer_id=cancel.transfer_id, session=cancel.session, status="cancelled")
@@ -217,15 +232,16 @@ class SenderSide:
 
     # Under the lock.
 
-    def _job_of(self, session: SendSession, peer: PeerKey, request: RequestData) -> MoveJob:
+    def _job_of(self, session: SendSession, peer: PeerKey, request: RequestData) -> tuple[MoveJob, Piece]:
         theirs, routes = self.receivers.pairing(peer)
         wanted = [decode_pages(data) for data in request.dst_pages]
-        session.sources = choose_sources(routes, session.held, request.first_block, wanted)
+        sources = choose_sources(routes, session.held, request.first_block, wanted)
         targets = [select(ids, ids >= 0) for ids in wanted]
-        parts = make_parts(routes, session.sources, targets, owner=self._engine.layout, receiver=theirs, side="owner")
+        parts = make_parts(routes, sources, targets, owner=self._engine.layout, receiver=theirs, side="owner")
         session.num_pages = sum(map(len, targets))
         session.num_bytes = sum(part.total_bytes for part in parts)
-        return MoveJob(transfer_id=session.transfer_id, session=session.session, parts=parts, control=session.control)
+        job = MoveJob(transfer_id=session.transfer_id, session=session.session, parts=parts, control=session.control)
+        return job, Piece(sources)
 
     def _moves(self, peer: PeerKey, number: int) -> bool:
         sessions = itertools.chain(self.table.open.values(), self.table.quarantine)
@@ -243,7 +259,7 @@ class SenderSide:
         session = self.table.open.get(cancel.transfer_id)
         if session is None:
             self._precancelled.remember(cancel.transfer_id)
-        elif session.ticket.nonce == ticket.nonce and session.peer is None:
+        elif session.ticket is not None and session.ticket.nonce == ticket.nonce and session.peer is None:
             self._apply(session, SendEvent.CANCEL, "given up by the receiver")
 
     def _refuse(self, route: bytes, request: RequestData, status: int, code: str, message: str) -> None:
@@ -270,3 +286,4 @@ class SenderSide:
 
     def _ended(self, session: SendSession) -> None:
         self._engine.plane.revoke(session.transfer_id, session.session)
+        self.early.ended(session)

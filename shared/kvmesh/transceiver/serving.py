@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
 from kvmesh.net.faults import FaultInjectedError, fault_point
-from kvmesh.protocol.transfer import TransferResult
+from kvmesh.protocol.transfer import Aux, TransferResult
 from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.local import LocalEngine
 from kvmesh.transceiver.parts import encode_tiers
 from kvmesh.transceiver.peers import Receivers
 from kvmesh.transceiver.planes.base import MoveJob, MoveStoppedError, PlaneError
 from kvmesh.transceiver.runs import encode_pages
-from kvmesh.transceiver.sessions import SendSession
-from kvmesh.transceiver.states import SendEvent, next_send_status
+from kvmesh.transceiver.sessions import Piece, SendSession
+from kvmesh.transceiver.states import SendEvent, SessionState, next_send_status
 from kvmesh.transceiver.table import SessionTable
 from kvmesh.transceiver.types import PeerKey
 from kvmesh.transceiver.workers import WorkerBusyError
@@ -38,14 +39,26 @@ class Serving:
         else:
             self._submit(peer, lambda: self._attach(route, peer, descriptor))
 
-    def start(self, session: SendSession, peer: PeerKey, job: MoveJob) -> None:
-        """Serve a session that was asked for."""
-        session.busy = True
+    def start(self, session: SendSession, peer: PeerKey, job: MoveJob, piece: Piece) -> None:
+        """Serve a session that was asked for; pieces of one session go out in order."""
+        self._enter(session)
         plane = self._engine.plane
         if plane.direction == "pull" and plane.is_quick(peer, session.num_bytes):
-            self._serve(session, peer, job, quick=True)
-        elif not self._submit(peer, lambda: self._serve(session, peer, job)):
+            self._serve(session, peer, job, piece, quick=True)
+        elif not self._submit(peer, lambda: self._serve(session, peer, job, piece)):
             self._fail(session, "the page owner has too many transfers to this receiver waiting")
+
+    def say_finished(self, session: SendSession, aux: Aux) -> None:
+        """The answer ended with its first token: tell the receiver, who gets no pages (under the lock)."""
+        self._apply(session, SendEvent.STARTED)
+        self._apply(session, SendEvent.WRITTEN)
+        self.answer(session, "done", aux=aux)
+
+    def give_up(self, session: SendSession) -> None:
+        """End a promised session that was cancelled while nothing of it was being sent (under the lock)."""
+        self._tell_end(session, "cancelled", "the transfer was cancelled")
+        self._apply(session, SendEvent.CANCEL)
+        self._apply(session, SendEvent.FAIL, "cancelled")
 
     def forget(self, peer: PeerKey) -> None:
         """A receiver is gone: let go of its memory when its worker has stopped."""
@@ -72,7 +85,13 @@ class Serving:
         self._log.info("paired", peer=str(peer), plane=way)
         self._engine.send(route, self._engine.handshake.reply())
 
-    def _serve(self, session: SendSession, peer: PeerKey, job: MoveJob, *, quick: bool = False) -> None:
+    def fail(self, session: SendSession, reason: str) -> None:
+        """End a promised session of which a piece cannot be sent (under the lock)."""
+        self._tell_end(session, "failed", reason)
+        status = next_send_status(session.status, SendEvent.FAIL)
+        self._table.fail(session, status, 409, "pages_mismatch", reason)
+
+    def _serve(self, session: SendSession, peer: PeerKey, job: MoveJob, piece: Piece, *, quick: bool = False) -> None:
         plane, checksums = self._engine.plane, self._engine.checksums
         checked = checksums is not None
         try:
@@ -80,7 +99,8 @@ class Serving:
             with self._table.lock:
                 if session.terminal or session.control.stopped:
                     raise MoveStoppedError
-                self._apply(session, SendEvent.STARTED)
+                if session.status.state is SessionState.READY:
+                    self._apply(session, SendEvent.STARTED)
                 if plane.direction == "pull":
                     access = plane.grant(session.transfer_id, session.session, job.parts)
                     # Of a few pages the checksums go along at once.
@@ -88,11 +108,12 @@ class Serving:
                     self.answer(
                         session,
                         "ready",
-                        src_pages=[encode_pages(source.ids) for source in session.sources],
-                        src_tiers=encode_tiers(session.sources),
+                        src_pages=[encode_pages(source.ids) for source in piece.sources],
+                        src_tiers=encode_tiers(piece.sources),
                         access=access,
                         checked=checked,
                         checksums=early,
+                        aux=piece.aux,
                     )
                     checksums = None if early else checksums
             if plane.direction == "push":
@@ -101,13 +122,18 @@ class Serving:
                 with self._table.lock:
                     if session.terminal or session.control.stopped:
                         raise MoveStoppedError
-                    self._apply(session, SendEvent.WRITTEN)
+                    if piece.is_last:
+                        self._apply(session, SendEvent.WRITTEN)
                     self.answer(
                         session,
                         "done",
-                        bytes_moved=session.num_bytes,
-                        src_tiers=encode_tiers(session.sources),
+                        bytes_moved=job.num_bytes,
+                        src_tiers=encode_tiers(piece.sources),
                         checked=checked,
+                        slice_index=piece.number,
+                        slice_blocks=piece.blocks,
+                        is_last=piece.is_last,
+                        aux=piece.aux,
                     )
         except MoveStoppedError:
             self._cancelled(session)
@@ -116,31 +142,51 @@ class Serving:
         else:
             # While the receiver copies, or sums what it has got.
             sums = checksums.of(job.parts) if checksums is not None else []
-            self._served(session, sums)
+            self._served(session, sums, piece)
 
-    def _served(self, session: SendSession, sums: list[bytes]) -> None:
+    def _served(self, session: SendSession, sums: list[bytes], piece: Piece) -> None:
         with self._table.lock:
-            session.busy = False
+            self._leave(session)
             # Even if it was cancelled meanwhile: the receiver, told that the pages are there, waits for them.
             if sums:
-                self.answer(session, "checksums", checksums=sums)
+                self.answer(session, "checksums", checksums=sums, slice_index=piece.number, is_last=piece.is_last)
+            if session.promise is not None and not session.promise.complete:
+                # Between two chunks a transfer has no deadline: that its receiver waits is no fault of this side's.
+                due_s = self._engine.clock.monotonic_s() + self._engine.times.timeout_s
+                session.deadline_s = due_s if session.moving else math.inf
             self._table.notify()
 
     def _cancelled(self, session: SendSession) -> None:
         with self._table.lock:
-            session.busy = False
-            self.answer(session, "cancelled", message="the transfer was cancelled")
+            self._leave(session)
+            self._tell_end(session, "cancelled", "the transfer was cancelled")
             self._apply(session, SendEvent.CANCEL)
             self._apply(session, SendEvent.FAIL, "cancelled")
             self._table.notify()
 
     def _fail(self, session: SendSession, reason: str) -> None:
         with self._table.lock:
-            session.busy = False
-            self.answer(session, "failed", message=reason)
+            self._leave(session)
+            self._tell_end(session, "failed", reason)
             status = next_send_status(session.status, SendEvent.FAIL)
             self._table.fail(session, status, 502, "transfer_failed", reason)
             self._table.notify()
+
+    def _tell_end(self, session: SendSession, status: Literal["failed", "cancelled"], message: str) -> None:
+        """Once, for further pieces of a promised prompt may be waiting behind the one that has ended it."""
+        if not session.told_end:
+            session.told_end = session.promise is not None
+            self.answer(session, status, message=message)
+
+    @staticmethod
+    def _enter(session: SendSession) -> None:
+        session.moving += 1
+        session.busy = True
+
+    @staticmethod
+    def _leave(session: SendSession) -> None:
+        session.moving -= 1
+        session.busy = session.moving > 0
 
     def _apply(self, session: SendSession, event: SendEvent, reason: str = "") -> None:
         self._table.advance(session, next_send_status(session.status, event), reason)

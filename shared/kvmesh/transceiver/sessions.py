@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
-from kvmesh.protocol.transfer import Ticket
-from kvmesh.transceiver.integrity import RunningChecksums
+from kvmesh.protocol.transfer import Aux, Ticket
+from kvmesh.transceiver.integrity import RunningChecksums, checksum_difference
 from kvmesh.transceiver.parts import HeldPages, Source
 from kvmesh.transceiver.planes.base import MoveControl
+from kvmesh.transceiver.promises import Promise
 from kvmesh.transceiver.states import INITIAL_STATUS, Status
 from kvmesh.transceiver.types import PageIds, PageLease, PeerKey, TransferFailure
 
-__all__ = ["CANCEL_REPEAT_S", "ReceiveSession", "SendSession", "Session"]
+__all__ = ["CANCEL_REPEAT_S", "Piece", "ReceiveSession", "SendSession", "Session", "SliceCheck"]
 
 CANCEL_REPEAT_S: Final = 1.0
 """A cancel is sent again after this long without an answer: an acknowledgement may have been lost with a connection."""
@@ -37,7 +38,7 @@ class Session:
     control: MoveControl = field(default_factory=MoveControl)
     """Stops this side's mover."""
     busy: bool = False
-    """A thread of this process touches the pages."""
+    """A thread of this process touches the pages, or is about to."""
     num_pages: int = 0
     num_bytes: int = 0
     overdue_noted: bool = False
@@ -67,19 +68,55 @@ class Session:
         return due
 
 
+class Piece(NamedTuple):
+    """What one job of the owner is about: all that the receiver lacks of a prompt, or one slice of that."""
+
+    sources: list[Source]
+    """Per route to the receiver: the pages that go out."""
+    number: int = 0
+    """Of a slice, from 0."""
+    blocks: tuple[int, int] = (0, 0)
+    """Of a slice: first block, and behind the last, in layer groups without a window."""
+    is_last: bool = True
+    aux: Aux | None = None
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class SendSession(Session):
     """The page owner's side. The deadline is armed once, when the session opens, and only flags."""
 
-    ticket: Ticket
-    held: list[HeldPages]
+    ticket: Ticket | None = None
+    """None of a promised prompt."""
+    held: list[HeldPages] = field(default_factory=list)
     """Per layer group: the request's pages, fixed from the moment that somebody asks for them."""
-    sources: list[Source] = field(default_factory=list)
-    """Per route to the receiver: the pages that it asked for."""
+    promise: Promise | None = None
+    """Generation first: the prompt is, or was, still to be computed."""
+    moving: int = 0
+    """Pieces that are being sent, or wait for it."""
+    told_end: bool = False
+    """The receiver of a promised prompt was told that it will not come."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a prompt is promised of which nothing is being sent now: a cancel need not wait for anybody."""
+        return self.promise is not None and not self.moving and not self.terminal
 
     def asked_by(self, peer: PeerKey | None, session: int) -> bool:
         """Whether a message of ``peer`` about its session number concerns this one."""
         return self.peer is not None and self.peer == peer and self.session == session
+
+
+@dataclass(slots=True, eq=False)
+class SliceCheck:
+    """Checksums of one slice of a prompt, or of all of it."""
+
+    ours: RunningChecksums
+    theirs: list[bytes] | None = None
+    """None until the owner has sent its own."""
+
+    def difference(self) -> str | None:
+        """What is wrong with the pages, once both sides' checksums are there; None if nothing."""
+        return None if self.theirs is None else checksum_difference(self.ours.encoded(), self.theirs)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -89,7 +126,15 @@ class ReceiveSession(Session):
     endpoint: str
     """Control endpoint of the page owner."""
     token: bytes
-    """The signed ticket."""
+    """The signed ticket; generation first, the signed claim."""
+    is_claim: bool = False
+    """Generation first: the prompt was asked for before it was computed."""
+    aux: Aux | None = None
+    """Generation first: what came with the last slice."""
+    next_slice: int = 0
+    """Slices that have been announced."""
+    moving: int = 0
+    """Jobs of this process that touch the pages, or wait for it."""
     first_block: list[int]
     wanted: list[PageIds]
     """Per layer group: destination pages of the blocks from ``first_block`` on; negative where none is kept."""
@@ -101,9 +146,8 @@ class ReceiveSession(Session):
     """The owner has been told how the session ended."""
     orphaned: bool = False
     """The owner is gone while a mover of ours works with what is left of it."""
-    sums: RunningChecksums | None = None
-    """Checksums of the pages as they landed; None when they are not checked."""
-    owner_sums: list[bytes] | None = None
+    checks: list[SliceCheck] = field(default_factory=list)
+    """Of the pages as they landed, one for each slice; none where they are not checked."""
     peer_may_write: bool = False
     """Push planes: the owner has been asked to write and has not said that it ended."""
 

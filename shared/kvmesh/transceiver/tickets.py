@@ -13,17 +13,28 @@ from collections import OrderedDict
 import msgspec
 
 from kvmesh.protocol.errors import ApiError
-from kvmesh.protocol.transfer import Ticket
+from kvmesh.protocol.transfer import Claim, Ticket
 from kvmesh.protocol.version import PROTOCOL_VERSION
 from kvmesh.transceiver.types import PeerKey
 
-__all__ = ["PromptMismatchError", "Signer", "SpentNonces", "TicketError", "check_ticket"]
+__all__ = [
+    "NEVER_UNIX_MS",
+    "NONCE_BYTES",
+    "PromptMismatchError",
+    "Signer",
+    "SpentNonces",
+    "TicketError",
+    "check_ticket",
+]
 
 MAC_BYTES = hashlib.sha256().digest_size
 HASH_BLOCK_BYTES = hashlib.sha256().block_size
 MAX_TICKET_BYTES = 4096
 """Far above any real ticket; bounds what an unauthenticated peer can make us hash and decode."""
+NONCE_BYTES = 16
 MAX_SPENT_NONCES = 65_536
+NEVER_UNIX_MS = (1 << 63) - 1
+"""The expiry of a ticket for a transfer without a deadline."""
 
 
 class TicketError(ApiError):
@@ -133,16 +144,17 @@ class SpentNonces:
     def __len__(self) -> int:
         return len(self._expiry)
 
-    def spend(self, ticket: Ticket, now_unix_ms: int) -> None:
-        """Mark a ticket as used.
+    def spend(self, right: Ticket | Claim, now_unix_ms: int) -> None:
+        """Mark a ticket, or a claim, as used.
 
         Raises:
-            TicketError: ``ticket_replayed`` when it was used before.
+            TicketError: ``ticket_replayed`` or ``claim_replayed`` when it was used before.
         """
         while self._expiry and (
             len(self._expiry) >= self._capacity or next(iter(self._expiry.values())) <= now_unix_ms
         ):
             self._expiry.popitem(last=False)
-        if ticket.nonce in self._expiry:
-            raise TicketError("ticket_replayed", f"the ticket for transfer {ticket.transfer_id} was already used")
-        self._expiry[ticket.nonce] = ticket.expires_unix_ms
+        if right.nonce in self._expiry:
+            kind = "ticket" if isinstance(right, Ticket) else "claim"
+            raise TicketError(f"{kind}_replayed", f"the {kind} for transfer {right.transfer_id} was already used")
+        self._expiry[right.nonce] = right.expires_unix_ms

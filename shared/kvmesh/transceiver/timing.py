@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Final, NamedTuple, Protocol
 
 from kvmesh.config.cache_transceiver import CacheTransceiverConfig
-from kvmesh.config.transfer_backend import TransceiverConfigError
 
 __all__ = [
     "CONNECT_TIMEOUT_S",
@@ -27,7 +27,8 @@ class TransferTimes(NamedTuple):
     """How long each side waits, in seconds.
 
     Attributes:
-        timeout_s: the transfer deadline; on the sender it only flags, on the receiver it fails the task.
+        timeout_s: the transfer deadline; on the sender it only flags, on the receiver it fails the task. Infinite
+            where there is none.
         slice_s: length of one bounded wait on the sender's side.
         poll_s: length of one bounded wait on the receiver's side.
         connect_s: bound of connection set-up.
@@ -40,19 +41,18 @@ class TransferTimes(NamedTuple):
 
     @classmethod
     def from_config(cls, config: CacheTransceiverConfig, connect_s: float = CONNECT_TIMEOUT_S) -> TransferTimes:
-        """The times of the Python runtime.
-
-        Raises:
-            TransceiverConfigError: ``kv_transfer_timeout_ms`` is None.
-        """
-        if config.kv_transfer_timeout_ms is None:
-            raise TransceiverConfigError("the Python transceiver requires a finite kv_transfer_timeout_ms")
+        """The times that a configuration asks for; without a timeout nothing is ever overdue."""
+        timeout_ms = config.kv_transfer_timeout_ms
         return cls(
-            timeout_s=config.kv_transfer_timeout_ms / 1000,
+            timeout_s=math.inf if timeout_ms is None else timeout_ms / 1000,
             slice_s=(config.kv_transfer_sender_future_timeout_ms or FALLBACK_MS) / 1000,
             poll_s=(config.kv_transfer_poll_interval_ms or FALLBACK_MS) / 1000,
             connect_s=connect_s,
         )
+
+    def deadline_unix_ms(self, now_unix_ms: int) -> int | None:
+        """When a transfer that begins now is overdue, in milliseconds since the Unix epoch; None for never."""
+        return None if math.isinf(self.timeout_s) else now_unix_ms + round(self.timeout_s * 1000)
 
 
 def idle_wait_ms(config: CacheTransceiverConfig, *, tracked_transfers: bool, busy: bool) -> int | None:

@@ -6,7 +6,7 @@ asked to wait, for a bounded time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -15,6 +15,7 @@ from kvmesh.cache.layout import PageLayout
 from kvmesh.net.clock import Clock
 from kvmesh.protocol.disagg import ContextAddress, HandOff
 from kvmesh.protocol.transfer import (
+    Aux,
     CancelSession,
     ControlMessage,
     Hello,
@@ -34,9 +35,18 @@ from kvmesh.transceiver.local import LocalEngine
 from kvmesh.transceiver.planes.base import DataPlane
 from kvmesh.transceiver.receiver import ReceiverSide
 from kvmesh.transceiver.sender import SenderSide
+from kvmesh.transceiver.slices import BlockSpan
 from kvmesh.transceiver.tickets import Signer
 from kvmesh.transceiver.timing import TransferTimes, Waiter
-from kvmesh.transceiver.types import PageLease, PeerKey, PoolMemory, TransceiverStats, TransferPoll, TransferSize
+from kvmesh.transceiver.types import (
+    PageLease,
+    PeerKey,
+    PoolMemory,
+    StagingStats,
+    TransceiverStats,
+    TransferPoll,
+    TransferSize,
+)
 from kvmesh.transceiver.workers import PeerWorkers
 
 __all__ = ["Transceiver", "TransceiverDeadError"]
@@ -66,9 +76,11 @@ class Transceiver:
         times: TransferTimes,
         clock: Clock,
         waiter: Waiter,
+        staging: Callable[[], StagingStats] = StagingStats,
     ) -> None:
         self.backend_name = plane.name
         self._plane = plane
+        self._staging = staging
         self._control = Control(str(key), bind_host, self)
         self._ledger = Ledger(key, clock)
         self._workers = PeerWorkers("kvmesh-transfer")
@@ -82,6 +94,8 @@ class Transceiver:
             checksums=PageChecksums(pools) if checksums else None,
             handshake=Handshake(self._introduction, Signer(cluster_secret, "hello"), plane.describe()),
             tickets=Signer(cluster_secret, "ticket"),
+            claims=Signer(cluster_secret, "claim"),
+            addresses=self._addresses,
             times=times,
             clock=clock,
             waiter=waiter,
@@ -167,6 +181,48 @@ class Transceiver:
         self._check_alive()
         return self._sender.poll(at_least)
 
+    def expect_receiver(self, transfer_id: int, request_id: str, num_tokens: int, prompt_digest: bytes) -> None:
+        """Generation first: wait for the receiver of a prompt that is still to be computed (WAIT_SCHEDULER).
+
+        Args:
+            transfer_id: the disaggregated request id.
+            request_id: for logs and the ledger.
+            num_tokens: length of the prompt.
+            prompt_digest: 32 bytes that name the prompt's tokens and scope; the receiver must state the same.
+
+        Raises:
+            DuplicateTransferError: the transfer is open already.
+        """
+        self._sender.early.expect(transfer_id, request_id, num_tokens, prompt_digest)
+
+    def take_claimed(self) -> list[int]:
+        """Generation first: transfers whose receiver has come since the last call."""
+        return self._sender.early.take_claimed()
+
+    def send_slice(self, transfer_id: int, lease: PageLease, spans: Sequence[BlockSpan], aux: Aux | None) -> bool:
+        """Generation first: let blocks of a promised prompt go out; in order, and while others are computed.
+
+        Args:
+            transfer_id: as for :meth:`expect_receiver`.
+            lease: the prompt's pages up to the last of these blocks; released by the transceiver, exactly once. They
+                must hold their final bytes.
+            spans: by layer group, the blocks.
+            aux: how the answer goes on; with the last slice, which has every windowed layer group whole. On a plane
+                where the receiver reads there is one slice only.
+
+        Returns:
+            False when the transfer is over: nothing was sent, and the executor hears of its end, or has.
+        """
+        return self._sender.early.send(transfer_id, lease, spans, aux)
+
+    def send_nothing(self, transfer_id: int, aux: Aux) -> bool:
+        """Generation first: the first token ended the answer, so that no pages are needed.
+
+        Returns:
+            As :meth:`send_slice`.
+        """
+        return self._sender.early.send_nothing(transfer_id, aux)
+
     # The generation side.
 
     def request_and_receive(
@@ -200,6 +256,51 @@ class Transceiver:
         return self._receiver.open(
             transfer_id, request_id, handoff, lease, first_missing_block_per_group, prompt_digest
         )
+
+    def claim_and_receive(
+        self,
+        transfer_id: int,
+        request_id: str,
+        address: bytes,
+        lease: PageLease,
+        first_missing_block_per_group: Sequence[int],
+        num_tokens: int,
+        prompt_digest: bytes,
+    ) -> TransferSize:
+        """Generation first: :meth:`request_and_receive` of a prompt that is still to be computed.
+
+        Args:
+            transfer_id: the disaggregated request id.
+            request_id: for logs and the ledger.
+            address: the signed address of the context engine.
+            lease: pages for the whole prompt; released by the transceiver, exactly once.
+            first_missing_block_per_group: for every layer group, how many blocks from the left are held already.
+            num_tokens: length of the prompt.
+            prompt_digest: names the prompt that the pages must hold.
+
+        Returns:
+            What was asked for.
+
+        Raises:
+            TicketError: 403; the address is forged. The lease stays the caller's.
+            DuplicateTransferError: the transfer is open already. The lease stays the caller's.
+            ValueError: the arguments do not fit together. The lease stays the caller's.
+        """
+        return self._receiver.open_claimed(
+            transfer_id, request_id, address, lease, first_missing_block_per_group, num_tokens, prompt_digest
+        )
+
+    def take_aux(self, transfer_id: int) -> Aux | None:
+        """What came with a generation-first transfer that is completed, once; None for any other."""
+        return self._receiver.take_aux(transfer_id)
+
+    def decline_claim(self, transfer_id: int, address: bytes) -> None:
+        """Tell the page owner that a promised prompt will not be asked for, instead of :meth:`claim_and_receive`.
+
+        Raises:
+            TicketError: 403, as in :meth:`claim_and_receive`.
+        """
+        self._receiver.decline_claim(transfer_id, address)
 
     def check_gen_transfer_status(self, at_least: int) -> TransferPoll:
         """What ended on the generation side since the last call; releases the leases of what is over.
@@ -245,9 +346,9 @@ class Transceiver:
 
     @property
     def has_tracked_transfers(self) -> bool:
-        """Whether any lease is held here, so that an idle executor must not wait without bound."""
+        """Whether any lease is held here, or a receiver waits, so that an idle executor must not wait without bound."""
         tables = (self._sender.table, self._receiver.table)
-        return any(len(table.open) + len(table.quarantine) > 0 for table in tables)
+        return len(self._sender.early.early) > 0 or any(len(table.open) + len(table.quarantine) > 0 for table in tables)
 
     @property
     def awaits_quiet(self) -> bool:
@@ -257,6 +358,7 @@ class Transceiver:
     def stats(self) -> TransceiverStats:
         """Gauges and counters."""
         sent, received = self._sender.table, self._receiver.table
+        staging = self._staging()
         return TransceiverStats(
             send_sessions=len(sent.open),
             receive_sessions=len(received.open),
@@ -273,6 +375,11 @@ class Transceiver:
             bytes_moved_total=sent.counters.nbytes + received.counters.nbytes,
             pages_moved_total=sent.counters.pages + received.counters.pages,
             pages_reused_total=received.counters.pages_reused,
+            staging_capacity_bytes=staging.capacity_bytes,
+            staging_send_used_bytes=staging.send_used_bytes,
+            staging_receive_used_bytes=staging.receive_used_bytes,
+            staging_send_waiting=staging.send_waiting,
+            staging_receive_waiting=staging.receive_waiting,
         )
 
     def pins(self) -> list[tuple[float, int]]:

@@ -13,6 +13,7 @@ __all__ = [
     "PageLease",
     "PeerKey",
     "PoolMemory",
+    "StagingStats",
     "TransceiverStats",
     "TransferFailure",
     "TransferPoll",
@@ -93,6 +94,20 @@ class TransferSize(NamedTuple):
     nbytes: int
 
 
+class StagingStats(NamedTuple):
+    """Gauges of the two staging regions of an engine; all zero where there are none."""
+
+    capacity_bytes: int = 0
+    """Of each region."""
+    send_used_bytes: int = 0
+    receive_used_bytes: int = 0
+    """With rooms that are out of use because an owner may still write into them."""
+    send_waiting: int = 0
+    """Transfers whose owner waits until its send region has room for them."""
+    receive_waiting: int = 0
+    """Transfers whose receiver waits until its receive region has room for them."""
+
+
 class TransceiverStats(NamedTuple):
     """Gauges now, then counters since start."""
 
@@ -115,3 +130,9 @@ class TransceiverStats(NamedTuple):
     pages_moved_total: int
     pages_reused_total: int
     """Pages that were not asked for because the receiver already held them."""
+    staging_capacity_bytes: int
+    """As in :class:`StagingStats`, and so the following."""
+    staging_send_used_bytes: int
+    staging_receive_used_bytes: int
+    staging_send_waiting: int
+    staging_receive_waiting: int

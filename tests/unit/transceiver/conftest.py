@@ -221,6 +221,8 @@ class Wire:
             checksums=None,
             handshake=Handshake(introduction, Signer(SECRET, "hello"), plane.describe()),
             tickets=Signer(SECRET, "ticket"),
+            claims=Signer(SECRET, "claim"),
+            addresses=Signer(SECRET, "address"),
             times=times,
             clock=self.clock,
             waiter=self.waiter,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
 from kvmesh.config.cache_transceiver import CacheTransceiverConfig
-from kvmesh.config.transfer_backend import TransceiverConfigError
 from kvmesh.transceiver.timing import TransferTimes, idle_wait_ms
 
 
@@ -49,6 +49,9 @@ def test_unset_waits_fall_back_to_a_second() -> None:
     assert (times.slice_s, times.poll_s) == (1.0, 1.0)
 
 
-def test_no_timeout_is_refused() -> None:
-    with pytest.raises(TransceiverConfigError, match="requires a finite kv_transfer_timeout_ms"):
-        TransferTimes.from_config(config(kv_transfer_timeout_ms=None))
+def test_without_a_timeout_nothing_is_ever_overdue() -> None:
+    """§2b: None means no sweeps at all."""
+    times = TransferTimes.from_config(config(kv_transfer_timeout_ms=None))
+    assert times.timeout_s == math.inf
+    assert times.deadline_unix_ms(1000) is None
+    assert TransferTimes.from_config(config(kv_transfer_timeout_ms=250)).deadline_unix_ms(1000) == 1250
