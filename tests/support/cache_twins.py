@@ -22,9 +22,8 @@ class PageStatesTwin:
     def num_locked(self) -> int:
         return int(np.count_nonzero(self.uses >= LOCK))
 
-    @property
-    def num_fixed(self) -> int:
-        return int(np.count_nonzero(self.uses >= PIN))
+    def fixed(self, level: int) -> int:
+        return int(np.count_nonzero((self.uses >= PIN) & (self.level == level)))
 
     def held(self, level: int) -> int:
         return int(np.count_nonzero((self.uses > 0) & (self.uses < PIN) & (self.level == level)))
@@ -43,7 +42,8 @@ class PageStatesTwin:
         for page in pages.tolist():
             uses = int(self.uses[page])
             locks, pins, holds = uses >> 40, (uses >> 20) & FIELD, uses & FIELD
-            wanted = {-LOCK: locks, HOLD - LOCK: locks, -PIN: pins, -HOLD: holds, LOCK - HOLD: holds}
+            wanted = {-LOCK: locks, HOLD - LOCK: locks, -PIN: pins, HOLD - PIN: pins}
+            wanted |= {-HOLD: holds, LOCK - HOLD: holds, PIN - HOLD: holds}
             if wanted.get(delta, 1) == 0:
                 raise ValueError("nothing to take away")
         count = 0

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kvmesh.cache.device import DeviceBuffer
 from kvmesh.cache.layout import PageLayout
 from kvmesh.cache.stats import CacheStats, LevelStats
+from kvmesh.cache.storage.memory import HostPool
 from kvmesh.hashing import ReuseScope, TokenIds
 from kvmesh.protocol.retention import RetentionConfig
 
@@ -55,7 +56,23 @@ class Lease(Protocol):
         ...
 
     def page_ids(self, group: int) -> Pages:
-        """Device slots in ``group`` by block, int32, -1 where a window has passed."""
+        """Slots in the pool of ``group`` on their level by block, int32, -1 where a window has passed."""
+        ...
+
+    def levels(self, group: int) -> NDArray[np.uint8]:
+        """By block the level that its page is on, uint8; other than 0 only after :meth:`let_move`."""
+        ...
+
+    def let_move(self) -> bool:
+        """Nobody reads the pages now: they may fall to colder levels, and never go; False: they stay here."""
+        ...
+
+    def keep_place(self) -> bool:
+        """The counterpart: they stay where they are, on the device or in host memory; False: there is no room now.
+
+        Raises:
+            PagesLostError: a colder tier has lost pages; the lease can only be released.
+        """
         ...
 
     def quarantine(self) -> None:
@@ -171,6 +188,11 @@ class CacheManager(Protocol):
     @property
     def pools(self) -> Sequence[DeviceBuffer]:
         """Device memory of each pool: slot ``i`` begins at ``address + i * page_bytes``. It never moves."""
+        ...
+
+    @property
+    def host_pools(self) -> Sequence[HostPool]:
+        """Memory of the host tier by pool, for peers to read leased pages from; empty where they never are there."""
         ...
 
     @property

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["CacheBusyError", "CacheError", "CacheIntegrityError", "CacheStateError", "TierFailedError"]
+__all__ = [
+    "CacheBusyError",
+    "CacheError",
+    "CacheIntegrityError",
+    "CacheStateError",
+    "PagesLostError",
+    "TierFailedError",
+]
 
 
 class CacheError(Exception):
@@ -19,6 +26,10 @@ class CacheBusyError(CacheError):
 
 class CacheIntegrityError(CacheError):
     """The bookkeeping contradicts itself: a count would go negative, or a check of all pages failed."""
+
+
+class PagesLostError(CacheError):
+    """A colder tier could not give pages back intact that somebody outside the cache wants."""
 
 
 class TierFailedError(CacheError):

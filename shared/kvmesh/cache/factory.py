@@ -46,6 +46,7 @@ def create_manager(
     max_batch_size: int,
     max_num_tokens: int,
     ranks_per_host: int = 1,
+    share_host_tier: bool = False,
 ) -> CacheManager:
     """Size the cache, allocate its tiers and make its manager.
 
@@ -59,6 +60,7 @@ def create_manager(
         max_batch_size: requests of a step.
         max_num_tokens: tokens of a step.
         ranks_per_host: engines of this server that each take such a cache from the same host.
+        share_host_tier: whether peers may map the host tier's memory.
 
     Raises:
         ConfigError: V1 is asked for what only V2 has; the disk tier cannot be made; the system refuses the memory of a
@@ -102,6 +104,7 @@ def create_manager(
             device,
             disk_path=None if config.disk_cache_path is None else Path(config.disk_cache_path),
             device_reserve=device_reserve_pages(plan, layout, plan.device_bytes) if rebalance else None,
+            host_reserve=_host_reserve(plan, layout, rebalance=rebalance) if share_host_tier else None,
         )
     except TierFailedError as failure:
         if (error := _start_error(config, plan, failure, machine_bytes)) is not None:
@@ -117,6 +120,7 @@ def create_manager(
             max_batch_size=max_batch_size,
             max_num_tokens=max_num_tokens,
             ranks_per_host=ranks_per_host,
+            share_host_tier=share_host_tier,
         )
     for note in (*plan.notes, *machine, *(ignored_by_v1(config) if settings is not None else ())):
         _log.warning("cache settings", note=note)
@@ -140,6 +144,16 @@ def create_manager(
         if rebalance
         else None,
     )
+
+
+def _host_reserve(plan: LevelPlan, layout: PageLayout, *, rebalance: bool) -> list[int] | None:
+    """By pool, the most pages that it may have in the host tier; None where there is none."""
+    if "host" not in plan.tiers:
+        return None
+    level = plan.tiers.index("host")
+    if not rebalance:
+        return list(plan.num_pages[level])
+    return [plan.level_bytes[level] // pool.page_bytes for pool in layout.pools]
 
 
 def _start_error(

@@ -51,7 +51,7 @@ def _check_states(table: PageTable) -> None:
     _require(not (free & (used | known)).any(), "a free page is in use")
     _require(bool((free | used | known).all()), "a page is lost: neither free, nor used, nor droppable")
     fixed = (locks > 0) | (pins > 0)
-    _require(bool((table.level[fixed] == DEVICE_LEVEL).all()), "a locked or pinned page is not on the device")
+    _require(bool((table.level[locks > 0] == DEVICE_LEVEL).all()), "a locked page is not on the device")
     damaged = np.zeros(table.num_pages, dtype=np.bool_)
     damaged[list(table.damaged)] = True
     _require(not (damaged & (known | ~used)).any(), "a damaged page is offered for reuse, or kept for nobody")
@@ -115,7 +115,7 @@ def _check_users(store: BlockStore, sequences: Iterable[KvCache], leases: Iterab
             _count(expected[layout.pool][2], held)
     for lease in leases:
         for group, layout in enumerate(store.layout.groups):
-            _count(expected[layout.pool][1], lease.pages(group))
+            _count(expected[layout.pool][2 if lease.movable else 1], lease.pages(group))
     for table, uses in zip(store.tables, expected, strict=True):
         found = table.uses(np.arange(table.num_pages, dtype=np.int32))
         names = ("locks differ from what active sequences use", "pins differ from the leases",

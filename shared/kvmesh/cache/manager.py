@@ -29,6 +29,7 @@ from kvmesh.cache.settings import CacheSettings
 from kvmesh.cache.snapshots import branch_point, snapshot_points
 from kvmesh.cache.stats import CacheStats, GroupPages, LevelStats
 from kvmesh.cache.storage import Storage
+from kvmesh.cache.storage.memory import HostPool
 from kvmesh.cache.store import NO_MATCH, BlockMatch, BlockStore
 from kvmesh.cache.tallies import SequenceTally
 from kvmesh.cache.windows import blocks_needed
@@ -95,6 +96,11 @@ class KvCacheManager:
         return self.storage.pools
 
     @property
+    def host_pools(self) -> Sequence[HostPool]:
+        """Memory of the host tier by pool; empty without such a tier. It never moves where it was made to be shared."""
+        return self.storage.host_pools
+
+    @property
     def can_suspend(self) -> bool:
         """Whether suspended pages can leave the device: there is a colder level that takes them."""
         return any(self.store.placement.usable[1:])
@@ -103,6 +109,22 @@ class KvCacheManager:
     def utilisation(self) -> float:
         """The largest share, over pools, of device pages that are neither free nor could leave."""
         return max(self._unavailable(pool) / self.store.tables[pool].num_slots[DEVICE_LEVEL] for pool in self._pools)
+
+    def _bring_up(self, group: int, pages: Pages) -> bool:
+        """Bring pinned pages of a disk tier to the tier above it; whether there was room."""
+        table, pool = self.store.group_tables[group], self.store.layout.groups[group].pool
+        if "disk" not in self.tiers:
+            return True
+        disk = self.tiers.index("disk")
+        below = pages[table.level[pages] == disk]
+        if not len(below):
+            return True
+        table.release_place(below)
+        table.lock(below)  # As :meth:`Placement.bring` wants them: in no queue, and needed.
+        brought = self.store.placement.bring(pool, below, disk - 1)
+        table.keep_place(below)
+        table.unlock(below)
+        return brought is not None
 
     @property
     def sequences(self) -> frozenset[KvCache]:
@@ -225,7 +247,7 @@ class KvCacheManager:
 
     def lease(self, num_tokens: int, pages: list[Pages]) -> PageLease:
         """Pin ``pages`` of each layer group; :meth:`KvCache.hold` is the way to call this."""
-        lease = PageLease(num_tokens, self.store.group_tables, pages, self._leases.discard)
+        lease = PageLease(num_tokens, self.store.group_tables, pages, self._leases.discard, self._bring_up)
         self._leases.add(lease)
         return lease
 

@@ -107,7 +107,7 @@ class PageTable:
         on_device = level == DEVICE_LEVEL
         quarantined = self._num_quarantined if on_device else 0
         locked = self._states.num_locked if on_device else 0
-        pinned = self._states.num_fixed - locked - quarantined if on_device else 0
+        pinned = self._states.fixed(level) - locked - quarantined
         return PageCounts(total, free, evictable, held, locked, pinned, quarantined)
 
     def movable(self, level: int, usable: Sequence[bool]) -> int:
@@ -228,6 +228,18 @@ class PageTable:
     def unpin(self, pages: Pages) -> None:
         """The counterpart of :meth:`pin`."""
         self._change(pages, -_PIN)
+
+    def release_place(self, pages: Pages) -> None:
+        """A lease goes on needing ``pages``, but they may move to another level."""
+        self._change(pages, _HOLD - _PIN)
+
+    def keep_place(self, pages: Pages) -> None:
+        """The counterpart of :meth:`release_place`: they stay on the level where they are now."""
+        self._change(pages, _PIN - _HOLD)
+
+    def any_pinned(self, pages: Pages) -> bool:
+        """Whether a lease needs one of ``pages`` where it is."""
+        return bool((self._uses[pages] & (_FIELD * _PIN)).any())
 
     def quarantine(self, pages: Pages) -> None:
         """Mark pinned pages as possibly being written by a peer.

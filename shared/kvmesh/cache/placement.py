@@ -109,10 +109,10 @@ class Placement:
 
         Returns:
             Which of them arrived intact; the others are lost, and the tree has forgotten them. None without room for
-            all; then none has moved.
+            all, or while one of them is being read where it is; then none has moved.
         """
         table = self._tables[pool]
-        if not self.make_room(pool, level, len(pages)):
+        if table.any_pinned(pages) or not self.make_room(pool, level, len(pages)):
             return None
         intact = np.zeros(len(pages), dtype=np.bool_)
         sources = table.level[pages]

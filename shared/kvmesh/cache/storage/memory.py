@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,27 +59,36 @@ class PageMemory:
 class HostPool(PageMemory):
     """Anonymous memory of this process, made ready for the copies of a device.
 
+    Attributes:
+        fd: a memfd through which a peer on the same host can map it, reserve included; None where it is private.
+
     Args:
         num_pages: pages, 0 or more.
         page_bytes: bytes of a page.
         device: where its pages come from and go to.
+        reserve_pages: make it shareable, at an address that never changes, and let it grow to so many pages; None: keep
+            it private, with large pages where the system has them.
 
     Raises:
         DeviceMemoryError: the memory cannot be page-locked.
         OSError: the system refuses the memory.
     """
 
-    def __init__(self, num_pages: int, page_bytes: int, device: Device) -> None:
+    def __init__(self, num_pages: int, page_bytes: int, device: Device, reserve_pages: int | None = None) -> None:
         self._device = device
         nbytes = num_pages * page_bytes
-        # Private, for a shared mapping could not grow.
-        self._mapping = mmap.mmap(-1, _mapped_bytes(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.fd: int | None = None
+        if reserve_pages is None:
+            # Private, for a shared mapping could not grow.
+            self._mapping = mmap.mmap(-1, _mapped_bytes(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            self.fd, self._mapping = _shared(_mapped_bytes(max(num_pages, reserve_pages) * page_bytes))
         super().__init__(self._view(nbytes), page_bytes)
         self._registered = False
         self._register()
 
     def resize(self, num_pages: int) -> None:
-        """Have ``num_pages`` pages; those that stay keep their content. The address may change.
+        """Have ``num_pages`` pages; those that stay keep their content. The address of a private pool may change.
 
         Raises:
             DeviceMemoryError: the memory cannot be page-locked.
@@ -86,6 +96,9 @@ class HostPool(PageMemory):
         """
         nbytes = num_pages * self.page_bytes
         before = self.array.nbytes
+        if self.fd is not None:
+            self._resize_shared(nbytes)
+            return
         self._unbind()
         try:
             self._mapping.resize(_mapped_bytes(nbytes))
@@ -101,6 +114,22 @@ class HostPool(PageMemory):
         self._unbind()
         with contextlib.suppress(BufferError):  # else it goes with the last view
             self._mapping.close()
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+    def _resize_shared(self, nbytes: int) -> None:
+        if nbytes > len(self._mapping):
+            raise OSError(f"{nbytes} bytes are more than the reserve of {len(self._mapping)}")
+        before = self.array.nbytes
+        self._unbind()
+        if nbytes < before:
+            # What is not used any more goes back to the system; the addresses stay.
+            first = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            if first < len(self._mapping):
+                self._mapping.madvise(mmap.MADV_REMOVE, first, len(self._mapping) - first)
+        self.bind(np.frombuffer(self._mapping, dtype=np.uint8)[:nbytes])
+        self._register()
 
     def _view(self, nbytes: int) -> NDArray[np.uint8]:
         # Large pages: fewer faults when the tier fills, fewer table look-ups when it moves.
@@ -147,6 +176,16 @@ class RemotePool:
     def store(self, slots: Slots, memory: PageMemory, rows: Slots) -> None:
         """Enqueue the copy of ``rows`` of registered ``memory`` to pages of the device."""
         memory.being_read(self._device.upload(self._buffer, slots, memory.array, rows, self._page_bytes))
+
+
+def _shared(nbytes: int) -> tuple[int, mmap.mmap]:
+    fd = os.memfd_create("kvmesh-host-tier", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, nbytes)
+        return fd, mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def _mapped_bytes(nbytes: int) -> int:

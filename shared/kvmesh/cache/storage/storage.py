@@ -38,6 +38,8 @@ class Storage:
         device: level 0.
         disk_path: an existing directory for the files of a disk level.
         device_reserve: by pool, how many pages :meth:`resize` may give it on the device; the present number if None.
+        host_reserve: by pool, how many pages :meth:`resize` may give it in the host tier, at addresses that stay, can
+            and be shared with peers; None: the host tier is private memory.
 
     Raises:
         DeviceMemoryError: the device has too little memory, or cannot reserve addresses.
@@ -55,9 +57,11 @@ class Storage:
         *,
         disk_path: Path | None = None,
         device_reserve: Sequence[int] | None = None,
+        host_reserve: Sequence[int] | None = None,
     ) -> None:
         _check(layout, num_pages, tiers, disk_path)
         self.tiers = tuple(tiers)
+        self._host_reserve = host_reserve
         self.pools: list[DeviceBuffer] = []
         self._page_bytes = [pool.page_bytes for pool in layout.pools]
         self._num_pages = [list(counts) for counts in num_pages]
@@ -126,6 +130,11 @@ class Storage:
             self._sums[dst_level - 1][pool][dst] = np.where(intact, expected, ~moved.checksums)
         return intact
 
+    @property
+    def host_pools(self) -> list[HostPool]:
+        """The pools of the host tier, in the layout's order; none where there is no such tier."""
+        return [pool for level in self._cold for pool in level if isinstance(pool, HostPool)]
+
     def resize(self, level: int, pool: int, num_pages: int) -> None:
         """Give a pool more or fewer slots; those from ``num_pages`` on must be unused.
 
@@ -173,8 +182,9 @@ class Storage:
         with _tier_failures(level):
             self._sums.append([np.zeros(count, dtype=np.uint64) for count in self._num_pages[level]])
             if self.tiers[level] == "host":
-                for page_bytes, count in zip(self._page_bytes, self._num_pages[level], strict=True):
-                    pools.append(HostPool(count, page_bytes, self._device))
+                reserves: Sequence[int | None] = self._host_reserve or [None] * len(self._page_bytes)
+                for page_bytes, count, most in zip(self._page_bytes, self._num_pages[level], reserves, strict=True):
+                    pools.append(HostPool(count, page_bytes, self._device, most))
                 return
             assert disk_path is not None
             sweep(disk_path)

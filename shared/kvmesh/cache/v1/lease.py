@@ -72,6 +72,18 @@ class BlockLease:
         slots = (-1 if block is None else block.slot for block in self.blocks[group])
         return np.fromiter(slots, dtype=np.int32)
 
+    def levels(self, group: int) -> NDArray[np.uint8]:
+        """All on the device."""
+        return np.zeros(len(self.blocks[group]), dtype=np.uint8)
+
+    def let_move(self) -> bool:
+        """V1 keeps what is waited for on the device."""
+        return False
+
+    def keep_place(self) -> bool:
+        """They never left."""
+        return True
+
     def quarantine(self) -> None:
         """Say that a peer may still write into the blocks that are not reusable; they count as quarantined.
 

@@ -19,6 +19,7 @@ from kvmesh.cache.layout import PageLayout
 from kvmesh.cache.pages import PageCounts
 from kvmesh.cache.retention import validate
 from kvmesh.cache.stats import CacheCounters, CacheStats, LevelStats
+from kvmesh.cache.storage.memory import HostPool
 from kvmesh.cache.tallies import SequenceTally
 from kvmesh.cache.v1.block import DEVICE, Block
 from kvmesh.cache.v1.index import BlockIndex
@@ -92,6 +93,11 @@ class V1CacheManager:
         if event_sink is not None:
             by_group = [[counts[group.pool] for counts in num_pages] for group in layout.groups]
             event_sink.on_created(self._tiers, by_group)
+
+    @property
+    def host_pools(self) -> Sequence[HostPool]:
+        """None that a peer could read from: what is waited for stays on the device."""
+        return ()
 
     @property
     def pools(self) -> Sequence[DeviceBuffer]:

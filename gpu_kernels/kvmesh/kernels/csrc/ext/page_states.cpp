@@ -73,8 +73,8 @@ struct States {
 
   int64_t num_pages = 0;
   int num_levels = 0;
-  int64_t num_locked = 0, num_fixed = 0;
-  int64_t num_held[kMaxLevels] = {};
+  int64_t num_locked = 0;
+  int64_t num_fixed[kMaxLevels] = {}, num_held[kMaxLevels] = {};
   Queue queues[kMaxLevels];
   std::vector<Link> links;
   std::vector<uint8_t> queued_level;     // 1 + level of the queue that a page is in, 0 for none
@@ -117,7 +117,7 @@ struct States {
     const int64_t before = uses[page], after = before + delta;
     uses[page] = after;
     num_locked += (after >= kLock) - (before >= kLock);
-    num_fixed += is_fixed(after) - is_fixed(before);
+    num_fixed[level[page]] += is_fixed(after) - is_fixed(before);
     num_held[level[page]] += is_held(after) - is_held(before);
     if (is_fixed(after)) {
       if (!is_fixed(before)) discard(page);
@@ -238,8 +238,8 @@ void states_free(PyObject* self) {
 // Refuses to take away what is not there: a borrow would corrupt the other counts.
 const char* missing(int64_t uses, int64_t delta) {
   if ((delta == -kLock || delta == kHold - kLock) && uses < kLock) return "unlock of a page that is not locked";
-  if (delta == -kPin && (uses >> 20 & kField) == 0) return "unpin of a page that is not pinned";
-  if ((delta == -kHold || delta == kLock - kHold) && (uses & kField) == 0) return "unhold of a page that is not held";
+  if ((delta == -kPin || delta == kHold - kPin) && (uses >> 20 & kField) == 0) return "unpin of a page that is not pinned";
+  if ((delta == -kHold || delta == kLock - kHold || delta == kPin - kHold) && (uses & kField) == 0) return "unhold of a page that is not held";
   return nullptr;
 }
 
@@ -363,6 +363,12 @@ PyObject* states_held(PyObject* self, PyObject* argument) {
   return PyLong_FromLongLong(states_of(self).num_held[level]);
 }
 
+PyObject* states_fixed(PyObject* self, PyObject* argument) {
+  const Py_ssize_t level = PyLong_AsSsize_t(argument);
+  if ((level == -1 && PyErr_Occurred()) || !check_level(states_of(self), level)) return nullptr;
+  return PyLong_FromLongLong(states_of(self).num_fixed[level]);
+}
+
 PyObject* states_is_queued(PyObject* self, PyObject* argument) {
   const Py_ssize_t page = PyLong_AsSsize_t(argument);
   if (page == -1 && PyErr_Occurred()) return nullptr;
@@ -386,7 +392,7 @@ PyObject* states_queued_into(PyObject* self, PyObject* argument) {
   Py_RETURN_NONE;
 }
 
-// The held ones among `pages` are about to be on `level`: must be called before the level column is changed.
+// The used ones among `pages` are about to be on `level`: must be called before the level column is changed.
 PyObject* states_relocate(PyObject* self, PyObject* const* arguments, Py_ssize_t num_arguments) {
   if (num_arguments != 2) {
     PyErr_SetString(PyExc_TypeError, "relocate(pages, level) takes two arguments");
@@ -400,15 +406,15 @@ PyObject* states_relocate(PyObject* self, PyObject* const* arguments, Py_ssize_t
   for (Py_ssize_t i = 0; i < pages.size(); ++i) {
     const int32_t page = pages[i];
     states.discard(page);
-    if (!is_held(states.uses[page])) continue;
-    --states.num_held[states.level[page]];
-    ++states.num_held[level];
+    if (states.uses[page] == 0) continue;
+    int64_t* counts = is_held(states.uses[page]) ? states.num_held : states.num_fixed;
+    --counts[states.level[page]];
+    ++counts[level];
   }
   Py_RETURN_NONE;
 }
 
 PyObject* states_num_locked(PyObject* self, void*) { return PyLong_FromLongLong(states_of(self).num_locked); }
-PyObject* states_num_fixed(PyObject* self, void*) { return PyLong_FromLongLong(states_of(self).num_fixed); }
 PyObject* states_nbytes(PyObject* self, PyObject*) {
   return PyLong_FromSize_t(sizeof(States) + states_of(self).num_pages * (sizeof(Link) + 2));
 }
@@ -430,6 +436,7 @@ PyMethodDef states_methods[] = {
      "relocate(pages, level)\n\nUnqueue pages that are about to change their level."},
     {"queued", states_queued, METH_O, "queued(level) -> int"},
     {"held", states_held, METH_O, "held(level) -> int"},
+    {"fixed", states_fixed, METH_O, "fixed(level) -> int"},
     {"is_queued", states_is_queued, METH_O, "is_queued(page) -> bool"},
     {"queued_into", states_queued_into, METH_O,
      "queued_into(out)\n\nWrite for every page whether it is in a queue, a byte each."},
@@ -439,7 +446,6 @@ PyMethodDef states_methods[] = {
 
 PyGetSetDef states_properties[] = {
     {"num_locked", states_num_locked, nullptr, nullptr, nullptr},
-    {"num_fixed", states_num_fixed, nullptr, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 
