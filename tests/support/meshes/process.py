@@ -95,9 +95,14 @@ class Process:
             return []
 
     def engine(self) -> psutil.Process:
-        """The engine process of a worker."""
-        [engine] = [one for one in self.family()[1:] if "kvmesh.engine.process" in " ".join(one.cmdline())]
+        """The engine process of a worker that has one."""
+        [engine] = self.engines()
         return engine
+
+    def engines(self) -> list[psutil.Process]:
+        """The engine processes of a worker, by attention data-parallel rank."""
+        found = [one for one in self.family()[1:] if "kvmesh.engine.process" in " ".join(one.cmdline())]
+        return sorted(found, key=lambda one: one.cmdline()[-2])
 
     def lines(self) -> list[dict[str, Any]]:
         """What this life has logged."""
