@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT_ID = "00f067aa0ba902b7"
+CHUNK_TOKENS = 64
 
 
 class Span(NamedTuple):
@@ -92,16 +93,30 @@ def collector() -> Iterator[Collector]:
             thread.join()
 
 
+def within(inner: list[Span], outer: Span) -> None:
+    """One after the other, inside their parent."""
+    assert inner
+    assert all(span.parent_id == outer.span_id for span in inner)
+    times = [outer.start_ns, *(time for span in inner for time in (span.start_ns, span.end_ns)), outer.end_ns]
+    # Between the end of a computation and the note of its token lies no more than bookkeeping, on other clocks' ticks.
+    assert times == sorted(times), times
+
+
 def test_one_trace_a_request(collector: Collector, make_mesh: Callable[..., Mesh]) -> None:
     to = {"otlp_endpoint": collector.url}
-    mesh = make_mesh({"context": dict(to), "generation": dict(to)}, router=to, env={"OTEL_BSP_SCHEDULE_DELAY": "200"})
-    body = {"model": DEFAULT_MODEL, "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+    mesh = make_mesh(
+        {"context": {**to, "max_num_tokens": CHUNK_TOKENS}, "generation": dict(to)},
+        router=to,
+        env={"OTEL_BSP_SCHEDULE_DELAY": "200"},
+    )
+    prompt = [1000 + number for number in range(2 * CHUNK_TOKENS + 10)]
+    body = {"model": DEFAULT_MODEL, "prompt": prompt, "max_tokens": 8, "temperature": 0}
     headers = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
     status, answer = mesh["router"].post("/v1/completions", body, headers=headers)
     assert status == 200, answer
     wanted = (
         {("kvmesh-router", name) for name in ("router", "queue", "tokenize", "match")}
-        | {("kvmesh-context", name) for name in ("context", "queue", "prefill")}
+        | {("kvmesh-context", name) for name in ("context", "queue", "prefill", "chunk")}
         | {("kvmesh-generation", name) for name in ("generation", "queue", "transfer", "decode")}
     )
 
@@ -110,8 +125,9 @@ def test_one_trace_a_request(collector: Collector, make_mesh: Callable[..., Mesh
 
     until(arrived, f"all spans of the trace; there are {collector.spans}", 20.0)
     spans = [span for span in collector.spans if span.trace_id == TRACE_ID]
-    by_name = {(span.service, span.name): span for span in spans}
-    assert len(by_name) == len(spans), "no span twice"
+    parts = [span for span in spans if span.name in ("chunk", "slice")]
+    by_name = {(span.service, span.name): span for span in spans if span not in parts}
+    assert len(by_name) + len(parts) == len(spans), "no other span twice"
     root = by_name["kvmesh-router", "router"]
     assert root.parent_id == PARENT_ID, "the client's trace goes on"
     ids = {span.span_id for span in spans}
@@ -122,7 +138,10 @@ def test_one_trace_a_request(collector: Collector, make_mesh: Callable[..., Mesh
     decode = by_name["kvmesh-generation", "decode"]
     assert prefill.end_ns <= transfer.start_ns <= transfer.end_ns <= decode.start_ns
     assert transfer.attributes["bytes"].int_value > 0
-    assert transfer.attributes["pages"].int_value == 1
+    assert transfer.attributes["pages"].int_value == 5
+    chunks = sorted((span for span in parts if span.name == "chunk"), key=lambda span: span.start_ns)
+    within(chunks, prefill)
+    assert [span.attributes["tokens"].int_value for span in chunks] == [CHUNK_TOKENS, CHUNK_TOKENS, 10]
     # Another request without a trace of its own gets a new one.
     assert mesh["router"].post("/v1/completions", {**body, "prompt": "Twice"})[0] == 200
     others = {TRACE_ID}

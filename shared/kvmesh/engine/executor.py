@@ -35,7 +35,7 @@ from kvmesh.engine.upkeep import CacheUpkeep
 from kvmesh.net.clock import Clock
 from kvmesh.net.faults import FaultInjectedError, fault_point
 from kvmesh.protocol.disagg import CtxUsage
-from kvmesh.protocol.engine import FinishReason, Generate
+from kvmesh.protocol.engine import MAX_NOTED_CHUNKS, FinishReason, Generate
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.sampling import TokenLogprob
 from kvmesh.protocol.transfer import Aux
@@ -278,6 +278,7 @@ class Executor:
             self._fail(seq, legs_differ())
 
     def _compute(self, chunks: list[Chunk]) -> None:
+        began_ns = self._clock.unix_ns()
         for done in compute(self._runner, self._sampler, chunks):
             if done.sampled is None:
                 for chunk in done.chunks:
@@ -286,12 +287,19 @@ class Executor:
             for chunk in done.chunks:
                 if not chunk.seq.is_decoding and not chunk.seq.probe:
                     self.counters.prefilled_tokens += chunk.length
+                    if chunk.seq.traced:
+                        self._note_chunk(chunk, began_ns)
                 self._pages.advance(chunk.seq, chunk.length)
                 if chunk.seq.pipelined and not chunk.sample:
                     assert self._desk is not None
                     self._desk.offers.chunk_done(chunk.seq, chunk.start, chunk.start + chunk.length)
             for chunk, choice in done.sampled:
                 self._take_token(chunk.seq, choice)
+
+    def _note_chunk(self, chunk: Chunk, began_ns: int) -> None:
+        noted = chunk.seq.timings.chunks
+        if len(noted) < 3 * MAX_NOTED_CHUNKS:
+            noted += (began_ns, self._clock.unix_ns(), chunk.length)
 
     def _take_token(self, seq: Sequence, choice: Sampled) -> None:
         if choice.token_id < 0:

@@ -112,6 +112,7 @@ class Intake:
             retention=request.retention,
             conversation_id=request.conversation_id,
             probe=request.probe,
+            traced=request.traced,
             timings=RequestTimings(arrived_ns=self._clock.unix_ns()),
         )
 

@@ -83,6 +83,8 @@ class Sequence:
     """Generation first, generation kind: usage as the context server counted it, once the prompt is here."""
     num_cached: int | None = None
     """Prompt tokens found in the local cache when first scheduled; None before."""
+    traced: bool = False
+    """Whether its timings are to have the times of chunks and slices."""
     timings: RequestTimings = field(default_factory=RequestTimings)
 
     @property

@@ -5,7 +5,7 @@ The front sends :data:`ToEngine`, the engine answers with :data:`FromEngine`; bo
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -18,6 +18,7 @@ from kvmesh.protocol.transfer import LedgerEvent
 from kvmesh.protocol.version import PROTOCOL_VERSION
 
 __all__ = [
+    "MAX_NOTED_CHUNKS",
     "Abort",
     "DrainKvEvents",
     "EngineFailed",
@@ -40,6 +41,9 @@ __all__ = [
     "TokenBatch",
     "TokenOutput",
 ]
+
+MAX_NOTED_CHUNKS: Final = 256
+"""Of one traced request: a prompt of 128k tokens in chunks of 512."""
 
 RequestKind = Literal["aggregated", "context", "generation"]
 FinishReason = Literal["stop", "length", "not_finished", "cancelled"]
@@ -77,6 +81,8 @@ class Generate(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     priority: int = 0
     probe: bool = False
     """Asks only whether the engine computes: it reuses nothing, leaves nothing reusable, and is in no statistics."""
+    traced: bool = False
+    """Note the times of its prefill chunks and transfer slices, from which the front makes spans."""
     deadline_s: float | None = None
     """Seconds from receipt after which the engine fails the request by itself."""
 
@@ -157,6 +163,9 @@ class RequestTimings(msgspec.Struct, kw_only=True, omit_defaults=True):
     finished_ns: int = 0
     transfer_bytes: int = 0
     transfer_pages: int = 0
+    chunks: list[int] = []
+    """Of a traced request, three for each prefill chunk, in order: start, end, tokens; the first
+    :data:`MAX_NOTED_CHUNKS` of them."""
 
 
 class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):

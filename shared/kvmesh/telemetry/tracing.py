@@ -78,11 +78,17 @@ class Tracing:
         finally:
             span.end()
 
-    def record(self, name: str, parent: Context, start_ns: int, end_ns: int, **attributes: AttributeValue) -> None:
-        """A span that has already happened, from times another process wrote down (Unix nanoseconds)."""
-        if self.enabled and start_ns and end_ns >= start_ns:
-            span = self._tracer.start_span(name, parent, start_time=start_ns, attributes=attributes)
-            span.end(end_ns)
+    def record(self, name: str, parent: Context, start_ns: int, end_ns: int, **attributes: AttributeValue) -> Context:
+        """A span that has already happened, from times another process wrote down (Unix nanoseconds).
+
+        Returns:
+            The context below it, for spans of its parts; ``parent`` where there is no such span.
+        """
+        if not self.enabled or not start_ns or end_ns < start_ns:
+            return parent
+        span = self._tracer.start_span(name, parent, start_time=start_ns, attributes=attributes)
+        span.end(end_ns)
+        return trace.set_span_in_context(span, parent)
 
     def close(self) -> None:
         """Send what is left, within :data:`FLUSH_TIMEOUT_MS`."""

@@ -98,7 +98,10 @@ class Observations:
             )
             record("decode", context, timings.transfer_end_ns, timings.finished_ns)
         else:
-            record("prefill", context, timings.scheduled_ns, timings.first_token_ns)
+            prefill = record("prefill", context, timings.scheduled_ns, timings.first_token_ns)
+            noted = timings.chunks
+            for start_ns, end_ns, tokens in zip(noted[::3], noted[1::3], noted[2::3], strict=True):
+                record("chunk", prefill, start_ns, end_ns, tokens=tokens)
             record("decode", context, timings.first_token_ns, timings.finished_ns)
 
 

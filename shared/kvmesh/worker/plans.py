@@ -59,6 +59,11 @@ class Plan(NamedTuple):
     leg: Leg
     sequences: list[PlannedSequence]
 
+    def note_details(self) -> None:
+        """Have the engine note what only spans need: somebody records this request. Before it runs."""
+        for sequence in self.sequences:
+            sequence.run.request.traced = True
+
 
 class Planner:
     """Checks, tokenises and fans out requests for one engine."""

@@ -250,8 +250,10 @@ class WorkerService(Service):
         body = decode_request(kind, await request.read())
         parent = self._tracing.extract(request.headers)
         request_id = body.request_id or request[REQUEST_ID]
-        with self._tracing.span(self.name, parent, kind=SpanKind.SERVER, request_id=request_id) as (_span, context):
+        with self._tracing.span(self.name, parent, kind=SpanKind.SERVER, request_id=request_id) as (span, context):
             plan = await self._planner.plan(body, request_id)
+            if span.is_recording():
+                plan.note_details()
             if plan.leg.kind == "context":
                 self._remember(plan)
             self._observations.began(plan)

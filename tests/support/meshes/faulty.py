@@ -58,7 +58,7 @@ class FaultyMesh(Mesh):
             **common,
             "transfer_plane": way["transfer_plane"],
             "cache_transceiver_config": {"backend": way["backend"], "kv_transfer_timeout_ms": timeout_ms},
-            "kv_cache_config": {"max_attention_window": WINDOWS, "kv_events_config": None},
+            "kv_cache_config": {"max_attention_window": WINDOWS, "host_cache_size": 0, "kv_events_config": None},
         }
 
     def begin(self) -> FaultyMesh:
