@@ -143,8 +143,8 @@ class RankLinks(Protocol):
     Whatever fails on one rank raises on all those that would wait for it.
     """
 
-    def buffer(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """The ``[rows, width]`` that :meth:`add_up` works on; the memory is reused by the next call."""
+    def buffer(self, rows: int, width: int) -> Tensor:
+        """Where :meth:`add_up` works: ``[rows, width]`` in the model's dtype. The next call reuses the memory."""
         ...
 
     def add_up(self, part: Tensor) -> None:
@@ -159,7 +159,7 @@ class RankLinks(Protocol):
         """Hand ``[T, hidden]`` to the next stage."""
         ...
 
-    def collect(self, part: Tensor | None, rows: int, dtype: torch.dtype) -> Tensor:
+    def collect(self, part: Tensor | None, rows: int) -> Tensor:
         """The end of a step: ranks of the last stage give their columns of the logits, ``[rows, vocabulary part]``.
 
         Returns:

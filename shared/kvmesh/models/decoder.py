@@ -210,12 +210,12 @@ class Decoder:
             assert links is not None, "only a rank has a part of the layers"
             buffers.residual.add_(buffers.block)
             links.send(buffers.residual)
-            return links.collect(None, wanted, self._dtype)
+            return links.collect(None, wanted)
         eps, offset = self.config.rms_norm_eps, self._norm_offset
         ops.add_rms_norm(buffers.normed, buffers.residual, buffers.block, self._final_norm, eps, offset)
         part = self._scratch.get("logits", wanted, self._head.out_features, self._dtype)
         self._head(buffers.normed, part)
-        return part if links is None else links.collect(part, wanted, self._dtype)
+        return part if links is None else links.collect(part, wanted)
 
     def _embed(self, batch: ForwardBatch, residual: Tensor) -> None:
         if batch.embeddings is not None:
@@ -261,7 +261,7 @@ class Decoder:
             normed=self._scratch.get("normed", rows, hidden, dtype),
             block=self._scratch.get("block", rows, hidden, dtype)
             if self._links is None
-            else self._links.buffer(rows, hidden, dtype),
+            else self._links.buffer(rows, hidden),
             qkv=qkv,
             q=q,
             k=k,
