@@ -21,6 +21,7 @@ __all__ = [
     "Refused",
     "RequestData",
     "ResultAck",
+    "Run",
     "Ticket",
     "TransferList",
     "TransferRecord",
@@ -124,6 +125,14 @@ class HelloReply(msgspec.Struct, tag=True, kw_only=True):
     protocol: int = PROTOCOL_VERSION
 
 
+class Run(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive bytes of a bounce region, which its engine numbers among its pools."""
+
+    pool: int
+    offset: int
+    nbytes: int
+
+
 class RequestData(msgspec.Struct, tag=True, kw_only=True):
     """Receiver to sender: these pages of this ticket, or of the prompt that this claim names, into these of mine."""
 
@@ -138,6 +147,8 @@ class RequestData(msgspec.Struct, tag=True, kw_only=True):
     is kept."""
     claim: bytes = b""
     """Generation first, instead of a ticket: a signed :class:`Claim`; the prompt may not be computed yet."""
+    bounce: Run | None = None
+    """Room for all pages in one piece, reserved until the owner is quiet; None: page by page only."""
 
 
 class TransferResult(msgspec.Struct, tag=True, kw_only=True):
@@ -162,6 +173,8 @@ class TransferResult(msgspec.Struct, tag=True, kw_only=True):
     """Pull planes with a data socket: what to present there."""
     bytes_moved: int = 0
     message: str = ""
+    bounce: Run | None = None
+    """The pages come in one piece: where the receiver is to read it, or where the owner has written it."""
     slice_index: int = 0
     """Pipelined transfers: which slice of the prompt this is about, from 0."""
     slice_blocks: tuple[int, int] = (0, 0)

@@ -229,7 +229,7 @@ class EarlySender:
             what = f"the claim to transfer {session.transfer_id} is for another prompt or cache_salt than is computed"
             self._refuse(self._receivers.route(early.peer), request, 400, "claim_mismatch", what)
             return
-        session.peer, session.session = early.peer, request.session
+        session.peer, session.session, session.offered = early.peer, request.session, request.bounce
         try:
             wanted = Wanted(list(request.first_block), [decode_pages(data) for data in request.dst_pages])
             self._check_wanted(session, early.peer, wanted)

@@ -10,6 +10,7 @@ import numpy as np
 from kvmesh.cache.layout import PageLayout
 from kvmesh.net.clock import Clock
 from kvmesh.protocol.transfer import ControlMessage
+from kvmesh.transceiver.bounce import BounceRegions
 from kvmesh.transceiver.control import Route
 from kvmesh.transceiver.handshake import Handshake
 from kvmesh.transceiver.integrity import PageChecksums
@@ -34,6 +35,8 @@ class LocalEngine:
     plane: DataPlane
     checksums: PageChecksums | None
     """None when they are switched off, or cannot be computed on this memory."""
+    bounce: BounceRegions | None = None
+    """None: pages always move one by one."""
     handshake: Handshake
     tickets: Signer
     claims: Signer

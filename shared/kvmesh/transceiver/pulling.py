@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from kvmesh.net.faults import FaultInjectedError, fault_point
 from kvmesh.protocol.transfer import CancelSession, ResultAck, TransferResult
 from kvmesh.transceiver.arrivals import arrived_pages
+from kvmesh.transceiver.bounce import run_job
 from kvmesh.transceiver.handshake import Pairing
 from kvmesh.transceiver.links import worker_of
 from kvmesh.transceiver.local import LocalEngine
@@ -28,6 +31,31 @@ _ACK_STATUS = {
 }
 
 
+class _Work(NamedTuple):
+    """What a worker does for a session: move, scatter and sum."""
+
+    job: MoveJob | None
+    """Pull planes."""
+    check: SliceCheck | None
+    in_run: list[Part] | None
+    """Where the pages go that come in one piece; None: they come one by one."""
+    is_last: bool
+
+
+def _arrives_in_run(session: ReceiveSession, answer: TransferResult) -> bool:
+    """Whether the pages come in the run that was reserved for them, which is given back when they do not.
+
+    Raises:
+        MissingPageError: they come in another run.
+    """
+    if answer.bounce is None:
+        session.give_run()
+        return False
+    if session.run is None or answer.bounce.nbytes != session.run.where.nbytes:
+        raise MissingPageError("pages come in another run than was reserved for them")
+    return True
+
+
 class Pulling:
     """See the module. Shares the receiver's table and its lock."""
 
@@ -39,6 +67,7 @@ class Pulling:
         """Copy the pages that the owner has granted (under the lock)."""
         try:
             parts = self._parts_of(session.local, pairing, [decode_pages(data) for data in granted.src_pages], granted)
+            in_run = _arrives_in_run(session, granted)
         except (MissingPageError, ValueError) as error:
             self._fail(session, f"the owner's answer makes no sense: {error}")
             return
@@ -51,11 +80,13 @@ class Pulling:
             control=session.control,
             sums=None if check is None else check.ours,
         )
+        if in_run and session.run is not None and granted.bounce is not None:
+            job = run_job(job, session.run.where, granted.bounce)
         if check is not None and granted.checksums:
             check.theirs = granted.checksums
         session.next_slice += 1
         self._apply(session, ReceiveEvent.MOVING)
-        self._submit(session, job, None, is_last=True)
+        self._submit(session, _Work(job, check, parts if in_run else None, is_last=True))
 
     def start_check(self, session: ReceiveSession, pairing: Pairing, written: TransferResult) -> None:
         """Check the pages that the owner has written: all, or those of one slice (under the lock)."""
@@ -64,6 +95,7 @@ class Pulling:
         pages = [np.zeros(len(local[route.receiver_group]), dtype=np.int32) for route in pairing.routes]
         try:
             parts = self._parts_of(local, pairing, pages, written)
+            in_run = _arrives_in_run(session, written)
         except MissingPageError as error:
             session.peer_may_write = session.peer_may_write and not written.is_last
             self._fail(session, f"the owner's answer makes no sense: {error}")
@@ -72,7 +104,7 @@ class Pulling:
         session.next_slice += 1
         if not written.is_last and session.status.state is SessionState.READY:
             self._apply(session, ReceiveEvent.MOVING)
-        self._submit(session, None, check, is_last=written.is_last)
+        self._submit(session, _Work(None, check, parts if in_run else None, is_last=written.is_last))
 
     def take_checksums(self, session: ReceiveSession, answer: TransferResult) -> None:
         """The owner's checksums have come (under the lock)."""
@@ -133,20 +165,18 @@ class Pulling:
         session.checks.append(SliceCheck(self._engine.checksums.running(parts)))
         return session.checks[-1]
 
-    def _submit(self, session: ReceiveSession, job: MoveJob | None, check: SliceCheck | None, *, is_last: bool) -> None:
+    def _submit(self, session: ReceiveSession, work: _Work) -> None:
         session.moving += 1
         session.busy = True
         if (
-            job is not None
+            work.job is not None
             and session.peer is not None
             and self._engine.plane.is_quick(session.peer, session.num_bytes)
         ):
-            self._work(session, job, check, is_last=is_last)
+            self._work(session, work)
             return
         try:
-            self._engine.workers.submit(
-                worker_of(session.endpoint), lambda: self._work(session, job, check, is_last=is_last)
-            )
+            self._engine.workers.submit(worker_of(session.endpoint), lambda: self._work(session, work))
         except WorkerBusyError as error:
             self._leave(session)
             self._fail(session, str(error))
@@ -156,15 +186,17 @@ class Pulling:
         session.moving -= 1
         session.busy = session.moving > 0
 
-    def _work(self, session: ReceiveSession, job: MoveJob | None, check: SliceCheck | None, *, is_last: bool) -> None:
+    def _work(self, session: ReceiveSession, work: _Work) -> None:
         reason = ""
         try:
-            if job is not None:
+            if work.job is not None:
                 assert session.peer is not None
-                self._engine.plane.move(session.peer, job)
-            elif check is not None:
-                check.ours.add_all()
-            if is_last:
+                self._engine.plane.move(session.peer, work.job)
+            if work.in_run is not None:
+                self._scatter(session, work.in_run, work.check)
+            elif work.job is None and work.check is not None:
+                work.check.ours.add_all()
+            if work.is_last:
                 fault_point("transceiver.before_ack")
         except MoveStoppedError:
             reason = "stopped"
@@ -172,15 +204,23 @@ class Pulling:
             reason = str(error)
         with self._table.lock:
             self._leave(session)
+            if work.in_run is not None:
+                session.give_run()
             if session.terminal:
                 if not session.busy:
                     self.acknowledge(session)
             elif reason:
                 self._fail(session, reason)
-            elif is_last:
+            elif work.is_last:
                 self._apply(session, ReceiveEvent.MOVED)
                 self._complete(session)
             self._table.notify()
+
+    def _scatter(self, session: ReceiveSession, parts: list[Part], check: SliceCheck | None) -> None:
+        assert self._engine.bounce is not None
+        assert session.run is not None
+        session.control.checkpoint()
+        self._engine.bounce.scatter(session.run, parts, None if check is None else check.ours)
 
     def _complete(self, session: ReceiveSession) -> None:
         if session.status.state is not SessionState.KV_TRANSFERRED:

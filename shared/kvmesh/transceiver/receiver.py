@@ -392,6 +392,8 @@ class ReceiverSide:
         except FaultInjectedError as error:
             self._fail(session, 502, "transfer_failed", str(error))
             return
+        if self._engine.bounce is not None:
+            session.run = self._engine.bounce.reserve(session.num_pages, session.num_bytes)
         self._engine.send(
             session.endpoint,
             RequestData(
@@ -401,6 +403,7 @@ class ReceiverSide:
                 claim=session.token if session.is_claim else b"",
                 first_block=session.first_block,
                 dst_pages=[encode_pages(ids) for ids in session.wanted],
+                bounce=None if session.run is None else session.run.where,
             ),
         )
         session.started_s = self._engine.clock.monotonic_s()
@@ -427,7 +430,8 @@ class ReceiverSide:
         if not session.busy:
             self._acknowledge(session)
 
-    def _released(self, _session: ReceiveSession) -> None:
+    def _released(self, session: ReceiveSession) -> None:
+        session.give_run()
         self._engine.plane.session_closed()
 
     def _acknowledge(self, session: ReceiveSession) -> None:

@@ -41,7 +41,9 @@ class SenderSide:
     def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine
         self._log = get_logger("transceiver.sender")
-        self.table: SessionTable[SendSession] = SessionTable(engine, "context", on_ended=self._ended)
+        self.table: SessionTable[SendSession] = SessionTable(
+            engine, "context", on_ended=self._ended, on_released=SendSession.give_run
+        )
         self.receivers = Receivers()
         self._serving = Serving(engine, self.table, self.receivers)
         self._spent = SpentNonces()
@@ -175,7 +177,7 @@ class SenderSide:
             if session is None or session.ticket is None or session.ticket.nonce != ticket.nonce:
                 self._refuse(route, request, 404, "transfer_unknown", "the pages of this transfer are no longer held")
                 return
-            session.peer, session.session = peer, request.session
+            session.peer, session.session, session.offered = peer, request.session, request.bounce
             if session.terminal:
                 self._serving.answer(session, "cancelled", message="the transfer was cancelled")
                 return

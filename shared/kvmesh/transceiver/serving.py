@@ -9,6 +9,7 @@ from typing import Any, Literal
 from kvmesh.net.faults import FaultInjectedError, fault_point
 from kvmesh.protocol.transfer import Aux, TransferResult
 from kvmesh.telemetry import get_logger
+from kvmesh.transceiver.bounce import run_job
 from kvmesh.transceiver.local import LocalEngine
 from kvmesh.transceiver.parts import encode_tiers
 from kvmesh.transceiver.peers import Receivers
@@ -96,13 +97,14 @@ class Serving:
         checked = checksums is not None
         try:
             fault_point("transceiver.before_send")
+            bounced = self._gather(session, job)
             with self._table.lock:
                 if session.terminal or session.control.stopped:
                     raise MoveStoppedError
                 if session.status.state is SessionState.READY:
                     self._apply(session, SendEvent.STARTED)
                 if plane.direction == "pull":
-                    access = plane.grant(session.transfer_id, session.session, job.parts)
+                    access = plane.grant(session.transfer_id, session.session, (bounced or job).parts)
                     # Of a few pages the checksums go along at once.
                     early = checksums.of(job.parts) if quick and checksums is not None else []
                     self.answer(
@@ -113,13 +115,15 @@ class Serving:
                         access=access,
                         checked=checked,
                         checksums=early,
+                        bounce=session.run.where if bounced is not None and session.run is not None else None,
                         aux=piece.aux,
                     )
                     checksums = None if early else checksums
             if plane.direction == "push":
-                plane.move(peer, job)
+                plane.move(peer, bounced or job)
                 fault_point("transceiver.after_write")
                 with self._table.lock:
+                    session.give_run()
                     if session.terminal or session.control.stopped:
                         raise MoveStoppedError
                     if piece.is_last:
@@ -134,6 +138,7 @@ class Serving:
                         slice_blocks=piece.blocks,
                         is_last=piece.is_last,
                         aux=piece.aux,
+                        bounce=None if bounced is None else session.offered,
                     )
         except MoveStoppedError:
             self._cancelled(session)
@@ -143,6 +148,20 @@ class Serving:
             # While the receiver copies, or sums what it has got.
             sums = checksums.of(job.parts) if checksums is not None else []
             self._served(session, sums, piece)
+
+    def _gather(self, session: SendSession, job: MoveJob) -> MoveJob | None:
+        """What moves the pages of ``job`` in one piece, gathered; None when they go one by one.
+
+        A job is then all of a session: a server that bounces sends no slices.
+        """
+        bounce = self._engine.bounce
+        if bounce is None or session.control.stopped:
+            return None
+        session.run = bounce.gather(job, session.offered)
+        if session.run is None:
+            return None
+        assert session.offered is not None
+        return run_job(job, session.run.where, session.offered)
 
     def _served(self, session: SendSession, sums: list[bytes], piece: Piece) -> None:
         with self._table.lock:

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from kvmesh.protocol.transfer import Aux, Ticket
+from kvmesh.protocol.transfer import Aux, Run, Ticket
+from kvmesh.transceiver.bounce import BounceRun
 from kvmesh.transceiver.integrity import RunningChecksums, checksum_difference
 from kvmesh.transceiver.parts import HeldPages, Source
 from kvmesh.transceiver.planes.base import MoveControl
@@ -41,6 +42,8 @@ class Session:
     """A thread of this process touches the pages, or is about to."""
     num_pages: int = 0
     num_bytes: int = 0
+    run: BounceRun | None = None
+    """Where its pages are in one piece: taken until nothing can touch them there any more."""
     overdue_noted: bool = False
     swept: bool = False
     cancel_sent_s: float = -math.inf
@@ -59,6 +62,11 @@ class Session:
     def may_be_written(self) -> bool:
         """Whether what the pages hold is uncertain, because something may be writing into them."""
         return False
+
+    def give_run(self) -> None:
+        """Nothing touches the run any more, if there is one."""
+        if self.run is not None:
+            self.run.give()
 
     def cancel_is_due(self, now_s: float) -> bool:
         """Whether to send a cancel now; notes that it was sent."""
@@ -93,6 +101,8 @@ class SendSession(Session):
     """Generation first: the prompt is, or was, still to be computed."""
     moving: int = 0
     """Pieces that are being sent, or wait for it."""
+    offered: Run | None = None
+    """Room that the receiver has reserved for all pages in one piece."""
     told_end: bool = False
     """The receiver of a promised prompt was told that it will not come."""
 

@@ -26,6 +26,7 @@ from kvmesh.protocol.transfer import (
     ResultAck,
     TransferResult,
 )
+from kvmesh.transceiver.bounce import BounceRegions
 from kvmesh.transceiver.claims import sign
 from kvmesh.transceiver.control import Control, Route
 from kvmesh.transceiver.handshake import Handshake, Introduction
@@ -73,12 +74,14 @@ class Transceiver:
         cluster_secret: bytes,
         bind_host: str,
         checksums: bool,
+        bounce: BounceRegions | None = None,
         times: TransferTimes,
         clock: Clock,
         waiter: Waiter,
         staging: Callable[[], StagingStats] = StagingStats,
     ) -> None:
         self.backend_name = plane.name
+        self._bounce = bounce
         self._plane = plane
         self._staging = staging
         self._control = Control(str(key), bind_host, self)
@@ -92,6 +95,7 @@ class Transceiver:
             layout=layout,
             plane=plane,
             checksums=PageChecksums(pools) if checksums else None,
+            bounce=bounce,
             handshake=Handshake(self._introduction, Signer(cluster_secret, "hello"), plane.describe()),
             tickets=Signer(cluster_secret, "ticket"),
             claims=Signer(cluster_secret, "claim"),
@@ -402,6 +406,8 @@ class Transceiver:
         self._plane.close()
         self._sender.table.close()
         self._receiver.table.close()
+        if self._bounce is not None:
+            self._bounce.close()
 
     # The control thread (see ControlHandler).
 

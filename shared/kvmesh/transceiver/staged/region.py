@@ -58,12 +58,13 @@ class StagingMemory:
 
     Args:
         size: of the region.
+        option: the setting that asks for it, for the error.
 
     Raises:
         PlaneError: the system has not so much memory.
     """
 
-    def __init__(self, size: RegionSize) -> None:
+    def __init__(self, size: RegionSize, option: str = _OPTION) -> None:
         self._fd: int | None = os.memfd_create("kvmesh-staging", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self._fd, size.nbytes)
@@ -73,7 +74,7 @@ class StagingMemory:
         except OSError as error:
             os.close(self._fd)
             raise PlaneError(
-                f"cannot take {size.nbytes} bytes for a staging buffer ({_OPTION}): {error.strerror}"
+                f"cannot take {size.nbytes} bytes for a staging buffer ({option}): {error.strerror}"
             ) from error
         self.array: NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
         self.region = Region(self.array.ctypes.data, size.nbytes, self._fd)
