@@ -54,6 +54,8 @@ class _Status(msgspec.Struct):
     """By engine: a worker, or each attention data-parallel rank of one."""
     unreachable: dict[str, str]
     """Members that do not answer, and why."""
+    draining: dict[str, str]
+    """Members that leave, and what they still wait for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:  # noqa: ARG001 - one command
@@ -96,6 +98,7 @@ async def _read(url: str, given: bool) -> _Status:
                 stuck=await http.call("GET", f"{url}/transfers?stuck=1&limit={SHOWN_TRANSFERS}", TransferList),
                 caches={},
                 unreachable={},
+                draining={},
             )
         except (PeerUnreachableError, ApiError, msgspec.DecodeError) as error:
             raise await explained(http, error, url, wanted="coordinator", given=given) from error
@@ -116,15 +119,27 @@ async def _ask(http: HttpClient, member: Member, status: _Status) -> None:
         else:
             async with http.open("GET", f"{member.url}/health", timeout_s=MEMBER_TIMEOUT_S):
                 pass
+        if member.draining:
+            status.draining[member.instance_id] = await _drain_detail(http, member)
     except PeerUnreachableError as error:
         status.unreachable[member.instance_id] = str(error)
     except (ApiError, msgspec.DecodeError):
         pass  # it answers; loading, draining or of another version
 
 
+async def _drain_detail(http: HttpClient, member: Member) -> str:
+    """What a member that leaves waits for, in its own words."""
+    try:
+        async with http.open("GET", f"{member.url}/health", timeout_s=MEMBER_TIMEOUT_S):
+            return ""
+    except ApiError as error:
+        return error.message.partition(": ")[2]
+
+
 def _render(status: _Status) -> RenderableType:
     members = sorted(status.members.members, key=lambda member: (member.role, member.instance_id))
     parts: list[RenderableType] = [_processes(), _members(members, status.unreachable)]
+    parts += [Text(f"{name}: {detail}", "yellow") for name, detail in sorted(status.draining.items()) if detail]
     for member in members:
         for name in rank_instance_ids(member.instance_id, member.dp_size):
             if (report := status.caches.get(name)) is not None:

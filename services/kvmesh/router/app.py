@@ -68,7 +68,7 @@ class RouterService(Service):
         self._tokenizer: PromptTokenizer | None = None
         self._pipeline: Pipeline | None = None
         self._model = settings.served_model_name or settings.model
-        self._upstream = HttpUpstream(keys)
+        self._upstream = HttpUpstream(keys, router=self.instance_id if settings.coordinator_url else None)
         self._tasks: TaskGroup | None = None
         self._coordinator: CoordinatorClient | None = None
         self._static: StaticMembership | None = None

@@ -11,7 +11,7 @@ import aiohttp
 import anyio
 from aiohttp import http_exceptions, web
 
-from kvmesh.net.http import REQUEST_ID_HEADER
+from kvmesh.net.http import REQUEST_ID_HEADER, ROUTER_HEADER
 from kvmesh.protocol.errors import ApiError, bad_request
 from kvmesh.protocol.openai.sse import SSE_HEADERS
 from kvmesh.router.upstream import UpstreamBrokenError, UpstreamUnreachableError
@@ -156,10 +156,12 @@ class HttpUpstream:
     Args:
         keys: the API keys of this mesh now. Servers that ask for one are given the first; clients' keys go no further
             than the router.
+        router: instance id under which this router is a member, told to the servers; None: it is none.
     """
 
-    def __init__(self, keys: Callable[[], frozenset[str]] = frozenset) -> None:
+    def __init__(self, keys: Callable[[], frozenset[str]] = frozenset, *, router: str | None = None) -> None:
         self._keys = keys
+        self._own = {} if router is None else {ROUTER_HEADER: router}
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -192,8 +194,9 @@ class HttpUpstream:
     async def _request(self, method: str, url: str, body: bytes | None, headers: Mapping[str, str]) -> HttpResponse:
         if self._session is None:
             raise UpstreamUnreachableError("the router is stopping")
+        headers = {**headers, **self._own}
         if keys := self._keys():
-            headers = {**headers, "Authorization": f"Bearer {min(keys)}"}
+            headers["Authorization"] = f"Bearer {min(keys)}"
         try:
             response = await self._session.request(method, url, data=body, headers=headers, allow_redirects=False)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:

@@ -23,6 +23,7 @@ __all__ = [
     "OPEN_PATHS",
     "REQUEST_ID",
     "REQUEST_ID_HEADER",
+    "ROUTER_HEADER",
     "api_key_middleware",
     "error_response",
     "json_response",
@@ -35,6 +36,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 
 REQUEST_ID_HEADER = "X-Request-Id"
+ROUTER_HEADER = "X-KVMesh-Router"
+"""The instance id of the router that sends a leg: when that router is gone, nobody asks for what it left behind."""
 REQUEST_ID = web.RequestKey("kvmesh_request_id", str)
 MAX_BODY_BYTES = 32 * 1024 * 1024
 """A million-token prompt as JSON integers is about 7 MB."""

@@ -47,6 +47,9 @@ class Service:
         drain_s: how long a stopping service waits for the requests it has begun.
     """
 
+    open_while_draining: frozenset[str] = frozenset()
+    """Paths of POST requests that are still served while the service drains."""
+
     def __init__(self, name: str, *, middleware: Iterable[Middleware] = (), drain_s: float = 10.0) -> None:
         self.name = name
         self.metrics = Metrics()
@@ -79,6 +82,10 @@ class Service:
         """Numbers of this service; see subclasses."""
         return {"in_flight": self._in_flight}
 
+    def drain_detail(self) -> str:
+        """What ``/health`` says while the service drains: what it waits for."""
+        return f"draining; {self._in_flight} requests run" if self._in_flight else "draining"
+
     async def drain(self) -> None:
         """Refuse new work and wait, at most ``drain_s``, for what has begun."""
         self.draining = True
@@ -93,7 +100,7 @@ class Service:
     async def _gate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.method != "POST":
             return await handler(request)
-        if self.draining:
+        if self.draining and request.path not in self.open_while_draining:
             raise unavailable(
                 f"This {self.name} server is shutting down; send the request to another.", code="draining"
             )
@@ -106,7 +113,7 @@ class Service:
                 self._idle.set()
 
     async def _health(self, _request: web.Request) -> web.Response:
-        health = Health(False, "draining") if self.draining else await self.probe()
+        health = Health(False, self.drain_detail()) if self.draining else await self.probe()
         body = {"status": "ok" if health.ok else "unavailable", "detail": health.detail, "service": self.name}
         return json_response(body, 200 if health.ok else 503)
 

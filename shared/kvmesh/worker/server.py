@@ -6,7 +6,6 @@ import contextlib
 import socket
 import time
 import uuid
-from collections import OrderedDict
 from typing import Any
 
 import anyio
@@ -22,7 +21,7 @@ from kvmesh.models.store import resolve_model
 from kvmesh.models.tokenizer import Tokenizer
 from kvmesh.net.auth import ApiKeys
 from kvmesh.net.discovery import CoordinatorClient
-from kvmesh.net.http import OPEN_PATHS, REQUEST_ID, api_key_middleware, json_response, read_json
+from kvmesh.net.http import OPEN_PATHS, REQUEST_ID, ROUTER_HEADER, api_key_middleware, json_response, read_json
 from kvmesh.net.service import Health, Service
 from kvmesh.protocol.engine import Generate
 from kvmesh.protocol.errors import ApiError, unavailable
@@ -33,11 +32,11 @@ from kvmesh.protocol.openai.service import ModelCard, ModelList
 from kvmesh.protocol.openai.sse import SSE_HEADERS, error_event
 from kvmesh.protocol.ranks import rank_instance_ids
 from kvmesh.protocol.sampling import SamplingParams
-from kvmesh.protocol.transfer import LedgerEvent
 from kvmesh.protocol.version import package_version
 from kvmesh.telemetry import get_logger
 from kvmesh.telemetry.tracing import Tracing
 from kvmesh.worker.answers import Answerer
+from kvmesh.worker.context_legs import ContextLegs
 from kvmesh.worker.conversations import ActiveConversations
 from kvmesh.worker.engine_metrics import collect_engines
 from kvmesh.worker.facts import load_of, member_of, server_info, stats_body
@@ -53,8 +52,6 @@ HEALTH_TIMEOUT_S = 10.0
 """Longest step after which the executor must have answered a ping: a full prefill chunk on one slow core."""
 LOOP_CHECK_S = 2.0
 PROBE_TIMEOUT_S = 30.0
-MAX_OPEN_CONTEXT_LEGS = 8192
-"""Context legs that can still be given up by id; an older one ends by its own deadline."""
 FAREWELL_S = 2.0
 """How long a client may take to read the end of its stream."""
 FAILURE_GRACE_S = 1.0
@@ -63,8 +60,8 @@ FAILURE_GRACE_S = 1.0
 _OPEN_PATHS = OPEN_PATHS | {"/stats"}
 """Its figures are those of ``/metrics``."""
 
-ENDED = frozenset({"completed", "failed", "cancelled"})
-"""Transfer states after which there is nothing to give up."""
+DRAIN_LOG_S = 2.0
+"""Pause between two log lines that say for whom a draining server waits."""
 
 _log = get_logger("worker")
 
@@ -82,6 +79,9 @@ class _AbortRequest(msgspec.Struct, kw_only=True):
 class WorkerService(Service):
     """A context server, a generation server, or both in one (``settings.role``)."""
 
+    open_while_draining = frozenset({"/abort", "/kv_cache_events"})
+    """What is given up need not be waited for."""
+
     def __init__(self, settings: WorkerSettings) -> None:
         name = "worker" if settings.role == "both" else settings.role
         keys = ApiKeys(settings.api_keys_file)
@@ -97,9 +97,10 @@ class WorkerService(Service):
         self._answerer: Answerer | None = None
         self._facts = ModelFacts("", 0, 0)
         self._created = int(time.time())
-        self._open_legs: OrderedDict[int, str] = OrderedDict()
+        self._context_legs = ContextLegs()
         self._conversations = ActiveConversations()
         self._kv_events = KvEventsRoute()
+        self._orphaned_legs = 0
         self._healthy = True
         self._failure: str | None = None
         self._failed = anyio.Event()
@@ -110,6 +111,7 @@ class WorkerService(Service):
             self.settings.dp_size,
             lambda rank: None if self._engine is None else self._engine.engines[rank].stats,
         )
+        self.metrics.collect_statistics("kvmesh_worker_legs", self._leg_statistics)
         routes = self.app.router
         routes.add_post("/v1/completions", self._completions)
         routes.add_post("/v1/chat/completions", self._chat)
@@ -138,7 +140,7 @@ class WorkerService(Service):
         self._answerer = Answerer(tokenizer, endpoints, self._observations.delta)
         if settings.coordinator_url is not None:
             await self._join(tasks, settings.coordinator_url, url, engine)
-        engine.on_ledger(self._forget_ended)
+        engine.on_ledger(self._context_legs.note)
         self._engine = engine
         tasks.start_soon(self._watch_engine, engine)
         tasks.start_soon(self._end_when_failed)
@@ -147,10 +149,38 @@ class WorkerService(Service):
         _log.info("ready", model=self._facts.name, pages=pages, transfer=ranks[0].transfer_backend, dp_size=engine.size)
 
     async def drain(self) -> None:
-        """Tell the others first, then let what runs end."""
+        """Tell the others first, then let what runs end and finished prompts be read, in ``drain_s`` altogether."""
         if self._coordinator is not None:
             self._coordinator.set_draining()
+        until_s = anyio.current_time() + self.drain_s
         await super().drain()
+        await self._await_readers(until_s)
+
+    async def _await_readers(self, until_s: float) -> None:
+        """Stay until the pages of every finished prompt are read, at most until ``until_s`` (the loop's time)."""
+        transfers = self._context_legs.transfers
+        if not len(transfers) or not self._engine_is_alive:
+            return
+        while len(transfers) and self._engine_is_alive and anyio.current_time() < until_s:
+            _log.info("draining: prompts are still to be read", transfers=len(transfers), waits_for=self._waits_for())
+            with anyio.move_on_after(min(DRAIN_LOG_S, until_s - anyio.current_time())):
+                await transfers.finished()
+        if len(transfers):
+            _log.warning("leaving with prompts unread", transfers=len(transfers), waits_for=self._waits_for())
+        else:
+            _log.info("drained: every prompt was read")
+
+    def _waits_for(self) -> list[dict[str, object]]:
+        return self._context_legs.transfers.list(time.time_ns() // 1_000_000)
+
+    @property
+    def _engine_is_alive(self) -> bool:
+        return self._engine is not None and self._failure is None
+
+    def drain_detail(self) -> str:
+        """See :meth:`Service.drain_detail`."""
+        waits = self._context_legs.transfers.describe(time.time_ns() // 1_000_000)
+        return f"draining; {waits}" if waits else "draining"
 
     async def stop(self) -> None:
         """Leave the membership, end the engine and send the last spans."""
@@ -195,11 +225,24 @@ class WorkerService(Service):
     def _on_member_event(self, engine: EngineGroup) -> Any:
         def hear(event: MemberEvent) -> None:
             member = event.member
-            if event.kind in ("dead", "left") and member.instance_id != self.instance_id:
-                for peer in rank_instance_ids(member.instance_id, member.dp_size):
-                    engine.peer_dead(peer, member.epoch)
+            if event.kind not in ("dead", "left") or member.instance_id == self.instance_id:
+                return
+            if member.role == "router":
+                self._give_up_legs_of(member.instance_id, engine)
+                return
+            for peer in rank_instance_ids(member.instance_id, member.dp_size):
+                engine.peer_dead(peer, member.epoch)
 
         return hear
+
+    def _give_up_legs_of(self, router: str, engine: EngineGroup) -> None:
+        """A router is gone: nobody will be sent for what it had prefilled here."""
+        orphans = self._context_legs.take_orphans(router)
+        for request_id in orphans:
+            engine.abort(request_id)
+        self._orphaned_legs += len(orphans)
+        if orphans:
+            _log.warning("a router is gone; its prompts are given up", router=router, prompts=len(orphans))
 
     async def _host_engine(self, *, task_status: TaskStatus[EngineGroup]) -> None:
         """Own the engines from launch to end, in one task as their task group demands."""
@@ -255,7 +298,8 @@ class WorkerService(Service):
             if span.is_recording():
                 plan.note_details()
             if plan.leg.kind == "context":
-                self._remember(plan)
+                engine_id = plan.sequences[0].run.request.request_id
+                self._context_legs.remember(plan.leg.transfer_id, engine_id, request.headers.get(ROUTER_HEADER))
             self._observations.began(plan)
             try:
                 with self._conversations.turn(plan):
@@ -304,20 +348,10 @@ class WorkerService(Service):
             code="request_timeout",
         )
 
-    def _remember(self, plan: Plan) -> None:
-        self._open_legs[plan.leg.transfer_id] = plan.sequences[0].run.request.request_id
-        if len(self._open_legs) > MAX_OPEN_CONTEXT_LEGS:
-            self._open_legs.popitem(last=False)
-
-    def _forget_ended(self, events: list[LedgerEvent]) -> None:
-        for event in events:
-            if event.side == "context" and event.state in ENDED:
-                self._open_legs.pop(event.transfer_id, None)
-
     async def _abort(self, request: web.Request) -> web.Response:
         body = await read_json(request, _AbortRequest)
         engine = self._running_engine()
-        request_id = self._open_legs.pop(body.disagg_request_id, None)
+        request_id = self._context_legs.take(body.disagg_request_id)
         if request_id is not None:
             engine.abort(request_id)
         return json_response({"aborted": request_id is not None})
@@ -354,6 +388,9 @@ class WorkerService(Service):
 
     async def _kv_cache_events(self, request: web.Request) -> web.StreamResponse:
         return await self._kv_events.answer(request, self._running_engine())
+
+    def _leg_statistics(self) -> dict[str, float]:
+        return {"unread": len(self._context_legs.transfers), "orphaned_total": self._orphaned_legs}
 
     def _running_engine(self) -> EngineGroup:
         if self._engine is None:
