@@ -19,8 +19,10 @@ from kvmesh.kernels import ops
 from kvmesh.net import faults
 from kvmesh.protocol.disagg import HandOff
 from kvmesh.protocol.errors import ApiError
+from kvmesh.protocol.transfer import Aux
 from kvmesh.telemetry import configure_logging
 from kvmesh.transceiver import PoolMemory, create_transceiver
+from kvmesh.transceiver.slices import BlockSpan
 
 PROMPT_DIGEST = bytes(32)
 """Every transfer is of the same prompt."""
@@ -98,6 +100,7 @@ class EngineProcess:
         assert made is not None
         self.transceiver = made
         self.leases: dict[int, Lease] = {}
+        self.slices: dict[tuple[int, int], Lease] = {}
         self.gates: dict[str, Gate] = {}
 
     def fill(self, seed: int) -> None:
@@ -120,6 +123,37 @@ class EngineProcess:
             transfer, f"request-{transfer}", decoded, self.leases[transfer], [first], PROMPT_DIGEST
         )
 
+    def address(self) -> str:
+        return base64.b64encode(self.transceiver.address).decode()
+
+    def promise(self, transfer: int, blocks: int) -> None:
+        self.transceiver.expect_receiver(transfer, f"request-{transfer}", 16 * blocks - 5, PROMPT_DIGEST)
+
+    def claim(self, transfer: int, address: str, pages: list[int], first: int = 0) -> None:
+        self.leases[transfer] = Lease(pages)
+        self.transceiver.claim_and_receive(
+            transfer,
+            f"request-{transfer}",
+            base64.b64decode(address),
+            self.leases[transfer],
+            [first],
+            16 * len(pages) - 5,
+            PROMPT_DIGEST,
+        )
+
+    def claimed(self) -> list[int]:
+        return self.transceiver.take_claimed()
+
+    def send_slice(self, transfer: int, pages: list[int], first: int, *, is_last: bool) -> bool:
+        lease = self.slices[transfer, first] = Lease(pages)
+        aux = Aux(first_tokens=[1], seed=7, prompt_tokens=16 * len(pages) - 5) if is_last else None
+        return self.transceiver.send_slice(transfer, lease, [BlockSpan(first, len(pages))], aux)
+
+    def aux(self, transfer: int) -> list[int]:
+        aux = self.transceiver.take_aux(transfer)
+        assert aux is not None
+        return aux.first_tokens
+
     def poll(self, side: str, at_least: int = 0) -> dict[str, Any]:
         look = (
             self.transceiver.check_context_transfer_status
@@ -139,7 +173,8 @@ class EngineProcess:
         self.transceiver.on_peer_dead(instance, epoch)
 
     def held(self) -> list[int]:
-        return [transfer for transfer, lease in self.leases.items() if not lease.released]
+        slices = [transfer for (transfer, _first), lease in self.slices.items() if not lease.released]
+        return [transfer for transfer, lease in self.leases.items() if not lease.released] + slices
 
     def stats(self) -> dict[str, Any]:
         return self.transceiver.stats()._asdict()
