@@ -47,7 +47,6 @@ NO_EFFECT: Mapping[type[BaseModel], Mapping[str, str]] = {
         "use_uvm": "",
     },
     CacheTransceiverConfig: {"max_tokens_in_buffer": ""},
-    WorkerSettings: {"tensor_parallel_size": "", "pipeline_parallel_size": "", "context_parallel_size": ""},
 }
 """Accepted with any value, without effect; with a reason where there is more to say."""
 
@@ -87,6 +86,7 @@ PARTIAL: Mapping[type[BaseModel], Mapping[str, Partial]] = {
         "transceiver_runtime": _one_of("PYTHON", "auto"),
     },
     RouterSettings: {"schedule_style": _one_of("context_first")},
+    WorkerSettings: {"context_parallel_size": _one_of(1)},
 }
 """Built for some values; any other is refused at start. ``dtype`` has one more rule, for when the model is known."""
 
