@@ -55,7 +55,8 @@ class WorkerSettings(TracedSettings):
     """Data type of weights and activations; ``auto`` is the checkpoint's on CUDA and float32 on the CPU."""
     device_memory_bytes: Annotated[int, Field(gt=0)] | None = None
     """Byte budget of a CPU device, from which ``free_gpu_memory_fraction`` takes its share; unset: 1 GiB. Attention
-    data-parallel ranks divide it evenly. On CUDA the device's own free memory counts."""
+    data-parallel ranks divide it evenly, tensor and pipeline ranks by what they keep of a token. On CUDA the device's
+    own free memory counts."""
     num_threads: Annotated[int, Field(gt=0)] | None = None
     """CPU threads of the server's engine, or of its attention data-parallel ranks together; unset: all cores it may
     use."""
@@ -96,9 +97,9 @@ class WorkerSettings(TracedSettings):
     events: EventWireSettings = Field(default_factory=EventWireSettings)
     """The wire format of streamed KV events."""
     tensor_parallel_size: Annotated[int, Field(gt=0)] = 1
-    """Tensor-parallel ranks."""
+    """Tensor-parallel ranks: processes that share the heads and columns of every layer (CPU only)."""
     pipeline_parallel_size: Annotated[int, Field(gt=0)] = 1
-    """Pipeline-parallel ranks."""
+    """Pipeline stages: groups of tensor-parallel ranks that share the layers (CPU only)."""
     context_parallel_size: Annotated[int, Field(gt=0)] = 1
     """Context-parallel ranks."""
     enable_attention_dp: bool = False

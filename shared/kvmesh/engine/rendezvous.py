@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["rendezvous", "sweep"]
+__all__ = ["private_directory", "rendezvous", "sweep"]
 
 _PREFIX = "kvmesh-engine-"
 
@@ -20,9 +20,16 @@ _PREFIX = "kvmesh-engine-"
 @contextmanager
 def rendezvous() -> Iterator[str]:
     """The ZMQ endpoint to meet at; nobody else can read its directory."""
+    with private_directory() as directory:
+        yield f"ipc://{directory / 'engine.sock'}"
+
+
+@contextmanager
+def private_directory() -> Iterator[Path]:
+    """A directory that nobody else can read; it goes with this process, or is swept when that was killed."""
     sweep(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-") as directory:
-        yield f"ipc://{Path(directory) / 'engine.sock'}"
+        yield Path(directory)
 
 
 def sweep(parent: Path) -> list[Path]:

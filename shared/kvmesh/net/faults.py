@@ -67,7 +67,7 @@ def arm_from_environment(environment: dict[str, str] | None = None) -> list[str]
         The names that were armed.
 
     Raises:
-        ValueError: an entry is not ``name=kill|stop|fail|pause:SECONDS|hold:DIRECTORY``.
+        ValueError: an entry is not ``name=kill|stop|fail[:TIMES]|pause:SECONDS|hold:DIRECTORY``.
     """
     text = (environment if environment is not None else dict(os.environ)).get(FAULTS_VARIABLE, "")
     names = []
@@ -85,17 +85,30 @@ def _action(name: str, text: str) -> Callable[[], None]:
     if kind == "stop":
         return lambda: os.kill(os.getpid(), signal.SIGSTOP)
     if kind == "fail":
-        return lambda: _fail(name)
+        return _Fail(name, int(argument) if argument else None)
     if kind == "pause":
         seconds = float(argument)
         return lambda: time.sleep(seconds)
     if kind == "hold" and argument:
         return _Hold(Path(argument), name)
-    raise ValueError(f"{FAULTS_VARIABLE}: {name}={text!r} is not kill, stop, fail, pause:SECONDS or hold:DIRECTORY")
+    raise ValueError(
+        f"{FAULTS_VARIABLE}: {name}={text!r} is not kill, stop, fail[:TIMES], pause:SECONDS or hold:DIRECTORY"
+    )
 
 
-def _fail(name: str) -> None:
-    raise FaultInjectedError(f"injected fault at {name}")
+class _Fail:
+    """Raises, always or the first ``times`` times."""
+
+    def __init__(self, name: str, times: int | None) -> None:
+        self._name = name
+        self._left = times
+
+    def __call__(self) -> None:
+        if self._left is not None:
+            self._left -= 1
+            if self._left < 0:
+                return
+        raise FaultInjectedError(f"injected fault at {self._name}")
 
 
 class _Hold:

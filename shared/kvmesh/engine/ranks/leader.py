@@ -8,11 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +29,7 @@ from kvmesh.engine.ranks.errors import RanksLostError
 from kvmesh.engine.ranks.links import StepLinks
 from kvmesh.engine.ranks.pools import pools_of
 from kvmesh.engine.ranks.wire import Kind, RankSocket
+from kvmesh.engine.rendezvous import private_directory
 from kvmesh.engine.step import StepInputs
 from kvmesh.models.config import ModelConfig
 from kvmesh.models.sharding import ModelShard, shard_of
@@ -101,7 +100,6 @@ class RankGroup:
         self._closing = threading.Event()
         # Ranks are on one host, and what they say to each other concerns nobody else.
         os.environ.setdefault(INTERFACE_VARIABLE, "lo")
-        self._directory = Path(tempfile.mkdtemp(prefix="kvmesh-ranks-"))
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._watcher: threading.Thread | None = None
         self._followers: list[_Follower] = []
@@ -133,29 +131,18 @@ class RankGroup:
             RankStartError: a follower cannot map them.
             RanksLostError: a follower has died, or not all ranks have met in time.
         """
-        meeting_point = self._directory / "ranks"
         for rank in range(self.size):
             self._groups[rank] = tuple(group.group_id for group in layout.groups if group.rank == rank)
-        for follower in self._followers:
-            mine = [pools[index] for index in pools_of(layout, follower.rank)]
-            facts = {
-                "layout": msgspec.json.encode(layout).decode(),
-                "pool_bytes": [pool.reserve_bytes for pool in mine],
-                "meeting_point": str(meeting_point),
-                "join_timeout_s": JOIN_TIMEOUT_S,
-                "dtype": str(dtype).removeprefix("torch."),
-            }
-            fds = [pool.fd for pool in mine if pool.fd is not None]
+        with private_directory() as directory:
+            meeting_point = directory / "ranks"
+            for follower in self._followers:
+                self._give_pools(follower, layout, pools, meeting_point, dtype)
             try:
-                follower.socket.tell(Kind.POOLS, facts, fds)
-            except OSError as error:
-                raise RanksLostError(f"engine rank {follower.rank} {follower.ending()}") from error
-        try:
-            self.links.join(meeting_point, JOIN_TIMEOUT_S, dtype)
-        except RuntimeError as error:
-            self._await(Kind.JOINED, "joined the other ranks", LEAVE_TIMEOUT_S)
-            raise RanksLostError(f"the engine's {self.size} ranks have not met: {error}") from error
-        self._await(Kind.JOINED, "joined the other ranks", JOIN_TIMEOUT_S)
+                self.links.join(meeting_point, JOIN_TIMEOUT_S, dtype)
+            except RuntimeError as error:
+                self._await(Kind.JOINED, "joined the other ranks", LEAVE_TIMEOUT_S)
+                raise RanksLostError(f"the engine's {self.size} ranks have not met: {error}") from error
+            self._await(Kind.JOINED, "joined the other ranks", JOIN_TIMEOUT_S)
         for follower in self._followers:
             follower.socket.limit(STEP_TIMEOUT_S)
 
@@ -199,7 +186,6 @@ class RankGroup:
                 follower.process.wait()
         self._followers.clear()
         os.close(self._wake_fd)
-        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start(self, rank: int) -> _Follower:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -222,6 +208,27 @@ class RankGroup:
         except OSError as error:
             raise RanksLostError(f"engine rank {rank} {follower.ending()}") from error
         return follower
+
+    def _give_pools(
+        self,
+        follower: _Follower,
+        layout: PageLayout,
+        pools: Sequence[DeviceBuffer],
+        meeting_point: Path,
+        dtype: torch.dtype,
+    ) -> None:
+        mine = [pools[index] for index in pools_of(layout, follower.rank)]
+        facts = {
+            "layout": msgspec.json.encode(layout).decode(),
+            "pool_bytes": [pool.reserve_bytes for pool in mine],
+            "meeting_point": str(meeting_point),
+            "join_timeout_s": JOIN_TIMEOUT_S,
+            "dtype": str(dtype).removeprefix("torch."),
+        }
+        try:
+            follower.socket.tell(Kind.POOLS, facts, [pool.fd for pool in mine if pool.fd is not None])
+        except OSError as error:
+            raise RanksLostError(f"engine rank {follower.rank} {follower.ending()}") from error
 
     def _await(self, kind: Kind, what: str, timeout_s: float) -> None:
         """Wait for a frame of ``kind`` from every follower; the first that refuses or dies is heard at once."""
