@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvmesh.protocol.errors import ApiError
+from kvmesh.protocol.members import Member
 from kvmesh.protocol.openai.cache import ConversationParams, KvCacheRetention, TokenRange
 from kvmesh.protocol.ranks import RankWish
 from kvmesh.router.dialects.kvmesh import KvMeshDialect
@@ -172,3 +173,29 @@ def test_the_rank_that_holds_the_prefix_is_named(make_work: MakeWork, leg: str) 
     }[leg]()
     params = json.loads(body)["disaggregated_params"]
     assert (params["dp_rank"], params["dp_matched_tokens"]) == (1, 64)
+
+
+def test_generation_first_a_conversation_stays_on_its_context_rank(make_work: MakeWork) -> None:
+    """§5.3: the generation server must be told one rank of the context server, which then has to take the leg."""
+    context = Member(
+        instance_id="c",
+        role="context",
+        url="http://c",
+        dp_size=2,
+        ctx_addresses=["YQ==", "Yg=="],
+        ctx_info_endpoint="e",
+    )
+
+    def ordered(work: Work, transfer_id: int, wish: RankWish) -> int:
+        legs = DIALECT.both(work, context, transfer_id, wish)
+        assert legs is not None
+        early, late = (json.loads(leg.body)["disaggregated_params"] for leg in (legs.context, legs.generation))
+        rank = early["ctx_dp_rank"]
+        assert (late["ctx_dp_rank"], late["encoded_opaque_state"]) == (rank, context.ctx_addresses[rank])
+        return rank
+
+    nobody = make_work()
+    assert [ordered(nobody, number, RankWish()) for number in (4, 5, 6)] == [0, 1, 0]
+    assert {ordered(nobody, number, RankWish(1, 64)) for number in (4, 5)} == {1}
+    turn = make_work(conversation_params=CONVERSATION)
+    assert len({ordered(turn, number, RankWish(rank, 64)) for number in (4, 5) for rank in (0, 1)}) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import msgspec
@@ -104,7 +105,7 @@ class KvMeshDialect:
             return None
         rank, address = None, next(iter(context.ctx_addresses), None)
         if (ranks := len(context.ctx_addresses)) > 1:
-            rank = transfer_id % ranks if context_wish.rank is None else context_wish.rank % ranks
+            rank = _ordered_rank(work, transfer_id, context_wish, ranks)
             address = context.ctx_addresses[rank]
         early = DisaggregatedParams(
             request_type="context_only",
@@ -160,6 +161,14 @@ def _conversation(work: Work) -> str | None:
     """Told in ``disaggregated_params``: TensorRT-LLM's servers have known it there for longer."""
     conversation = work.request.conversation_params
     return None if conversation is None else conversation.conversation_id
+
+
+def _ordered_rank(work: Work, transfer_id: int, wish: RankWish, ranks: int) -> int:
+    """The rank of a context server that takes a leg: that of the conversation, else the best, else one in turn."""
+    conversation = _conversation(work)
+    if conversation is not None:
+        return zlib.crc32(conversation.encode()) % ranks
+    return (transfer_id if wish.rank is None else wish.rank) % ranks
 
 
 def _usage(response: dict[str, Any], work: Work) -> CtxUsage:
