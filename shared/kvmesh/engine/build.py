@@ -42,6 +42,7 @@ from kvmesh.engine.sampler import Sampler
 from kvmesh.engine.scheduler import Scheduler
 from kvmesh.engine.starvation import StarvationWatch
 from kvmesh.engine.step import StepComputer
+from kvmesh.engine.transfer_pools import transfer_pools
 from kvmesh.engine.transfers import TransferDesk
 from kvmesh.engine.upkeep import CacheUpkeep
 from kvmesh.engine.waiting import LoopWaiter
@@ -58,7 +59,7 @@ from kvmesh.net.clock import Clock
 from kvmesh.protocol.engine import EngineReady
 from kvmesh.protocol.ranks import ALONE, DpSeat
 from kvmesh.telemetry import get_logger
-from kvmesh.transceiver import PoolMemory, Transceiver, TransceiverConfigError, create_transceiver
+from kvmesh.transceiver import Transceiver, TransceiverConfigError, create_transceiver
 from kvmesh.transceiver.planes.base import PlaneError
 
 __all__ = ["Engine", "EngineBuildError"]
@@ -234,6 +235,7 @@ def _build_with(
         max_batch_size=settings.max_batch_size,
         max_num_tokens=settings.max_num_tokens,
         ranks_per_host=seat.size,
+        share_host_tier=settings.cache_transceiver_config.backend is not None,
     )
     if ranks is not None:
         ranks.share(layout, manager.pools, getattr(torch, layout.groups[0].buffers[0].dtype))
@@ -365,17 +367,7 @@ def _transceiver(
     waiter: LoopWaiter,
     clock: Clock,
 ) -> Transceiver | None:
-    pools = [
-        PoolMemory(
-            address=buffer.address,
-            nbytes=buffer.reserve_bytes,
-            num_pages=buffer.reserve_bytes // pool.page_bytes,
-            page_bytes=pool.page_bytes,
-            fd=buffer.fd,
-            device="cpu" if buffer.fd is not None else "cuda",
-        )
-        for buffer, pool in zip(manager.pools, manager.layout.pools, strict=True)
-    ]
+    pools = transfer_pools(manager)
     return create_transceiver(
         settings.cache_transceiver_config,
         layout=manager.layout,

@@ -56,6 +56,8 @@ class StepOutcome(NamedTuple):
     computed: bool
     blocked: bool
     """Sequences wait for pages that others (transfers) hold."""
+    made_way: bool = False
+    """Others have just let go of pages: what was blocked may go on."""
 
 
 class Executor:
@@ -181,7 +183,9 @@ class Executor:
             self._compute(plan.chunks)
         self._fail_starved(plan)
         self._outbox.flush()
-        return StepOutcome(bool(plan.chunks), bool(plan.refused))
+        # Prompts that wait to be fetched make way for those that cannot run otherwise.
+        made_way = bool(plan.refused) and self._desk is not None and self._desk.make_way()
+        return StepOutcome(bool(plan.chunks), bool(plan.refused), made_way)
 
     def next_deadline_in_s(self) -> float | None:
         """Seconds until the next request deadline, None when no live sequence has one."""

@@ -66,7 +66,7 @@ class EngineLoop:
 
         That is a message, a transfer that progresses, a deadline, a report that is due, or a look at quiet transfers.
         """
-        if outcome.computed:
+        if outcome.computed or outcome.made_way:
             return
         duties = (
             self._executor.next_deadline_in_s(),

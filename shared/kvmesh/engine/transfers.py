@@ -120,6 +120,10 @@ class TransferDesk:
         self._ended += self._settle(poll)
         return True
 
+    def make_way(self) -> bool:
+        """Pages are short: let finished prompts that wait to be fetched move to a colder tier; whether any now may."""
+        return bool(self._sending) and self.transceiver.let_waiting_pages_move() > 0
+
     def knows(self, transfer_id: int) -> bool:
         """Whether a transfer with this id is open at this engine."""
         return (

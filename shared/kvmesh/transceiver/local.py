@@ -78,6 +78,11 @@ class LocalEngine:
         return pages
 
     @property
+    def shares_host_tier(self) -> bool:
+        """Whether peers can read pages that the cache has moved to its host tier."""
+        return len(self.pools) > len(self.layout.pools)
+
+    @property
     def num_groups(self) -> int:
         """Layer groups of the layout."""
         return len(self.layout.groups)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvmesh.protocol.transfer import Aux
 from kvmesh.transceiver.parts import HeldPages, Source, choose_sources
@@ -32,6 +33,18 @@ class SliceLeases:
     def page_ids(self, group: int) -> PageIds:
         """Page ids of ``group`` in the newest lease, which has all blocks up to its slice's end."""
         return self._leases[-1].page_ids(group)
+
+    def levels(self, group: int) -> NDArray[np.uint8]:
+        """All on the device: the prompt is still being computed."""
+        return np.zeros(len(self.page_ids(group)), dtype=np.uint8)
+
+    def let_move(self) -> bool:
+        """Somebody has asked for them already."""
+        return False
+
+    def keep_place(self) -> bool:
+        """They never left."""
+        return True
 
     def quarantine(self) -> None:
         """See :class:`~kvmesh.transceiver.types.PageLease`."""

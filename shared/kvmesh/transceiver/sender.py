@@ -25,6 +25,7 @@ from kvmesh.transceiver.states import InvalidTransitionError, SendEvent, next_se
 from kvmesh.transceiver.table import SessionTable
 from kvmesh.transceiver.tickets import NEVER_UNIX_MS, NONCE_BYTES, SpentNonces, TicketError, check_ticket
 from kvmesh.transceiver.types import PageLease, PeerKey, TransferPoll
+from kvmesh.transceiver.waiting_pages import WaitingPages
 
 __all__ = ["SenderSide"]
 
@@ -48,6 +49,7 @@ class SenderSide:
         self._serving = Serving(engine, self.table, self.receivers)
         self._spent = SpentNonces()
         self._precancelled = PreCancels(engine.clock)
+        self.waiting = WaitingPages(engine, self.table, begin=self._begin, fail=self._fail_asked)
         self.early = EarlySender(engine, self.table, self.receivers, self._serving, self._precancelled)
 
     # The executor's thread.
@@ -103,6 +105,7 @@ class SenderSide:
         A session that passes its deadline counts as settled, once, as timed out; it stays open with its pages pinned.
         """
         self.early.maintain()
+        self.waiting.look()
         return self.table.poll(at_least, self._engine.times.slice_s, self._flag_overdue)
 
     def sweep(self) -> list[int]:
@@ -181,15 +184,9 @@ class SenderSide:
             if session.terminal:
                 self._serving.answer(session, "cancelled", message="the transfer was cancelled")
                 return
-            try:
-                job, piece = self._job_of(session, peer, request)
-            except (MissingPageError, ValueError) as error:
-                self._serving.answer(session, "failed", message=str(error))
-                status = next_send_status(session.status, SendEvent.FAIL)
-                self.table.fail(session, status, 409, "pages_mismatch", str(error))
-                return
             self._apply(session, SendEvent.ASKED)
-            self._serving.start(session, peer, job, piece)
+            if not self.waiting.put_off(session, request):
+                self._begin(session, request)
 
     def on_ack(self, route: bytes, ack: ResultAck) -> None:
         """A receiver reads no more."""
@@ -233,6 +230,20 @@ class SenderSide:
                 self._engine.send(route, message)
 
     # Under the lock.
+
+    def _begin(self, session: SendSession, request: RequestData) -> None:
+        assert session.peer is not None
+        try:
+            job, piece = self._job_of(session, session.peer, request)
+        except (MissingPageError, ValueError) as error:
+            self._fail_asked(session, str(error))
+            return
+        self._serving.start(session, session.peer, job, piece)
+
+    def _fail_asked(self, session: SendSession, reason: str) -> None:
+        self._serving.answer(session, "failed", message=reason)
+        status = next_send_status(session.status, SendEvent.FAIL)
+        self.table.fail(session, status, 409, "pages_mismatch", reason)
 
     def _job_of(self, session: SendSession, peer: PeerKey, request: RequestData) -> tuple[MoveJob, Piece]:
         theirs, routes = self.receivers.pairing(peer)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from kvmesh.protocol.transfer import Aux, Run, Ticket
+from kvmesh.protocol.transfer import Aux, RequestData, Run, Ticket
 from kvmesh.transceiver.bounce import BounceRun
 from kvmesh.transceiver.integrity import RunningChecksums, checksum_difference
 from kvmesh.transceiver.parts import HeldPages, Source
@@ -97,6 +97,10 @@ class SendSession(Session):
     """None of a promised prompt."""
     held: list[HeldPages] = field(default_factory=list)
     """Per layer group: the request's pages, fixed from the moment that somebody asks for them."""
+    movable: bool = False
+    """Nobody has asked: the pages may be in a colder tier by now."""
+    put_off: RequestData | None = None
+    """What somebody has asked for meanwhile."""
     promise: Promise | None = None
     """Generation first: the prompt is, or was, still to be computed."""
     moving: int = 0

@@ -172,6 +172,10 @@ class Transceiver:
             )
         )
 
+    def let_waiting_pages_move(self) -> int:
+        """Pages are short: let those that nobody has asked for move to colder tiers; returns of how many transfers."""
+        return self._sender.waiting.let_move()
+
     def check_context_transfer_status(self, at_least: int) -> TransferPoll:
         """What ended on the context side since the last call; releases the leases of what is over.
 
@@ -356,8 +360,11 @@ class Transceiver:
 
     @property
     def awaits_quiet(self) -> bool:
-        """Whether ended transfers still hold leases. Polls and sweeps remind their peers, once a second at most."""
-        return len(self._sender.table.quarantine) + len(self._receiver.table.quarantine) > 0
+        """Whether ended transfers still hold leases, or peers wait for a look at where their pages are."""
+        return (
+            self._sender.waiting.any_put_off
+            or len(self._sender.table.quarantine) + len(self._receiver.table.quarantine) > 0
+        )
 
     def stats(self) -> TransceiverStats:
         """Gauges and counters."""

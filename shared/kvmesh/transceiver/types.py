@@ -46,6 +46,19 @@ class PageLease(Protocol):
     def page_ids(self, group: int) -> PageIds:
         """Page ids of ``group``, one for each block of the request, in order."""
 
+    def levels(self, group: int) -> NDArray[np.uint8]:
+        """By block the cache level that its page is on: 0 is the device, any other one is in the host tier's pool."""
+
+    def let_move(self) -> bool:
+        """Nobody has asked for the pages: the cache may move them; whether it will."""
+
+    def keep_place(self) -> bool:
+        """They stay where they are from now on; False: there is no room where they could be read from.
+
+        Raises:
+            PagesLostError: the cache has lost them.
+        """
+
     def quarantine(self) -> None:
         """The transfer has ended, but something may still write into the pages. At most once, before the release."""
 

@@ -87,6 +87,11 @@ class HostPool(PageMemory):
         self._registered = False
         self._register()
 
+    @property
+    def reserve_bytes(self) -> int:
+        """How large a shareable pool may become."""
+        return len(self._mapping)
+
     def resize(self, num_pages: int) -> None:
         """Have ``num_pages`` pages; those that stay keep their content. The address of a private pool may change.
 
