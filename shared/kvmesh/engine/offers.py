@@ -57,6 +57,11 @@ class EarlyOffers:
         """Requests whose receiver has not come."""
         return sum(offer.seq.phase is Phase.AWAITING_RECEIVER for offer in self._offers.values())
 
+    def is_waiting(self, transfer_id: int) -> bool:
+        """Whether a request waits for its receiver."""
+        offer = self._offers.get(transfer_id)
+        return offer is not None and offer.seq.phase is Phase.AWAITING_RECEIVER
+
     def expect(self, seq: Sequence, prompt_digest: bytes) -> None:
         """Wait for the receiver of a request.
 

@@ -267,7 +267,7 @@ class TransferDesk:
         return [end for end in ends if end is not None]
 
     def _expire(self, transfer_id: int) -> TransferEnd | None:
-        is_waiting = transfer_id in self.offers
+        is_waiting = self.offers.is_waiting(transfer_id)
         end = self._end(transfer_id, self._no_receiver() if is_waiting else self._timeout())
         self.cancel(transfer_id)
         return end

@@ -175,10 +175,7 @@ class EarlySender:
 
     def on_cancel(self, peer: PeerKey | None, cancel: CancelSession) -> None:
         """A receiver will not ask, or asks no more, for a prompt that it was promised (under the lock)."""
-        if peer is not None and cancel.session and self.early.withdraw(peer, cancel.transfer_id, cancel.session):
-            self._precancelled.remember(cancel.transfer_id)
-            return
-        if not cancel.claim:
+        if (peer is not None and self.withdraw(peer, cancel.transfer_id, cancel.session)) or not cancel.claim:
             return
         try:
             # Even an expired claim is proof enough to give its prompt up.
@@ -200,6 +197,13 @@ class EarlySender:
             self._precancelled.remember(cancel.transfer_id)
         elif session.promise is not None and session.peer is None:
             self._apply(session, SendEvent.CANCEL, "given up by the receiver")
+
+    def withdraw(self, peer: PeerKey, transfer_id: int, number: int) -> bool:
+        """A receiver waits no more for a context request that has not come (under the lock); False: it did not."""
+        if not self.early.withdraw(peer, transfer_id, number):
+            return False
+        self._precancelled.remember(transfer_id)  # so that the request, should it come, does not wait either
+        return True
 
     def forget(self, peer: PeerKey) -> None:
         """A receiver is gone (under the lock)."""

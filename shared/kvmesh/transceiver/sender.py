@@ -195,7 +195,7 @@ class SenderSide:
             if session is None or not session.asked_by(self.receivers.peer(route), ack.session):
                 # The usual answer to a repeated cancel of a session that has ended meanwhile.
                 if (peer := self.receivers.peer(route)) is not None:
-                    self.early.early.withdraw(peer, ack.transfer_id, ack.session)
+                    self.early.withdraw(peer, ack.transfer_id, ack.session)
                 return
             try:
                 status = next_send_status(session.status, _ACK_EVENTS[ack.status])

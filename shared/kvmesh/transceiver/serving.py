@@ -104,6 +104,7 @@ class Serving:
                 if session.status.state is SessionState.READY:
                     self._apply(session, SendEvent.STARTED)
                 if plane.direction == "pull":
+                    session.granted = True
                     access = plane.grant(session.transfer_id, session.session, (bounced or job).parts)
                     # Of a few pages the checksums go along at once.
                     early = checksums.of(job.parts) if quick and checksums is not None else []

@@ -107,13 +107,15 @@ class SendSession(Session):
     """Pieces that are being sent, or wait for it."""
     offered: Run | None = None
     """Room that the receiver has reserved for all pages in one piece."""
+    granted: bool = False
+    """Pull planes: the receiver may be reading the pages."""
     told_end: bool = False
     """The receiver of a promised prompt was told that it will not come."""
 
     @property
     def is_idle(self) -> bool:
         """Whether a prompt is promised of which nothing is being sent now: a cancel need not wait for anybody."""
-        return self.promise is not None and not self.moving and not self.terminal
+        return self.promise is not None and not self.moving and not self.granted and not self.terminal
 
     def asked_by(self, peer: PeerKey | None, session: int) -> bool:
         """Whether a message of ``peer`` about its session number concerns this one."""
