@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from kvmesh.config import WorkerSettings
+from kvmesh.config.transfer_backend import nixl_is_installed
 from kvmesh.net.groups import leaves
 from kvmesh.worker.server import WorkerFailedError
 
@@ -117,9 +118,19 @@ async def test_conversations_stay_on_their_rank(serve: Serve, settings_of: Setti
         assert await per_rank(worker, "generated_tokens_total") == [48, 48]
 
 
-@pytest.mark.parametrize("generation_ranks", [1, 2])
-async def test_pages_move_between_ranks(serve: Serve, settings_of: SettingsOf, generation_ranks: int) -> None:
-    context, generation = with_ranks(settings_of("context")), settings_of("generation")
+NIXL = pytest.mark.skipif(not nixl_is_installed(), reason="needs NIXL: pip install 'kvmesh[engine]'")
+
+
+@pytest.mark.parametrize(
+    ("generation_ranks", "backend"), [(1, "DEFAULT"), (2, "DEFAULT"), pytest.param(2, "NIXL", marks=NIXL)]
+)
+async def test_pages_move_between_ranks(
+    serve: Serve, settings_of: SettingsOf, generation_ranks: int, backend: str
+) -> None:
+    context, generation = (
+        with_ranks(settings_of("context", backend=backend)),
+        settings_of("generation", backend=backend),
+    )
     if generation_ranks > 1:
         generation = with_ranks(generation, generation_ranks)
     async with serve(context, generation, settings_of("both", backend=None)) as (ctx, gen, single):
