@@ -111,6 +111,16 @@ class WorkerSettings(TracedSettings):
         """Attention data-parallel ranks: engines that share the requests."""
         return self.tensor_parallel_size if self.enable_attention_dp else 1
 
+    @property
+    def ranks_per_engine(self) -> int:
+        """Processes that compute every step of one engine together: tensor ranks times pipeline stages."""
+        return self.world_size // self.dp_size
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all kinds together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
     @model_validator(mode="after")
     def read_cluster_secret(self) -> Self:
         """Take the cluster secret from its file, so that everyone finds it in one place."""

@@ -71,6 +71,10 @@ class Member(msgspec.Struct, kw_only=True):
     max_batch_size: Count = 0
     max_seq_len: Count = 0
     dp_size: Count = 1
+    tp_size: Count = 1
+    """Tensor-parallel ranks of each of its engines."""
+    pp_size: Count = 1
+    """Pipeline stages of each of its engines."""
     ctx_info_endpoint: Address | None = None
     ctx_addresses: list[Address] = []
     """Base64 of signed :class:`kvmesh.protocol.disagg.ContextAddress`, by attention data-parallel rank: whom a

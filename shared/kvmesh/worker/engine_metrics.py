@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import msgspec
+from prometheus_client import Gauge
 from prometheus_client.registry import Collector
 
 from kvmesh.protocol.cache_report import CacheReport
@@ -12,10 +13,16 @@ from kvmesh.protocol.engine import EngineStats
 from kvmesh.telemetry.metrics import LabelledCollector, Metrics, StatisticsCollector
 from kvmesh.worker.cache_metrics import CacheCollector
 
-__all__ = ["RANK_LABEL", "collect_engines"]
+__all__ = ["RANK_LABEL", "collect_engines", "expose_world_size"]
 
 RANK_LABEL = "dp_rank"
 """On every series of an engine whose server has several attention data-parallel ranks."""
+
+
+def expose_world_size(metrics: Metrics, world_size: int) -> None:
+    """Expose how many ranks a server has, of all kinds together."""
+    text = "Attention data-parallel, tensor-parallel and pipeline-parallel ranks together"
+    Gauge("kvmesh_world_size", text, registry=metrics.registry).set(world_size)
 
 
 def collect_engines(metrics: Metrics, dp_size: int, read: Callable[[int], EngineStats | None]) -> None:

@@ -38,7 +38,7 @@ from kvmesh.telemetry.tracing import Tracing
 from kvmesh.worker.answers import Answerer
 from kvmesh.worker.context_legs import ContextLegs
 from kvmesh.worker.conversations import ActiveConversations
-from kvmesh.worker.engine_metrics import collect_engines
+from kvmesh.worker.engine_metrics import collect_engines, expose_world_size
 from kvmesh.worker.facts import load_of, member_of, server_info, stats_body
 from kvmesh.worker.kv_events import KvEventsRoute
 from kvmesh.worker.observations import Observations
@@ -106,6 +106,7 @@ class WorkerService(Service):
         self._failed = anyio.Event()
         self._leave = anyio.Event()
         self._engine_gone: anyio.Event | None = None
+        expose_world_size(self.metrics, self.settings.world_size)
         collect_engines(
             self.metrics,
             self.settings.dp_size,
