@@ -174,7 +174,7 @@ def _build(settings: WorkerSettings, channel: MessageChannel, epoch: int, clock:
 def _build_with(
     settings: WorkerSettings, channel: MessageChannel, epoch: int, clock: Clock, seat: DpSeat, undo: ExitStack
 ) -> Engine:
-    num_ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size
+    num_ranks = settings.ranks_per_engine
     threads = take_threads(settings, num_ranks)
     device = _device(settings, seat)
     settings = _with_share_of_device(settings, device, seat)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
 from kvmesh.cache.ratios import SizingError
+from kvmesh.cache.sharding import shard_requirements
 from kvmesh.cache.sizing import plan_levels
 from kvmesh.config import ConfigError, WorkerSettings
 from kvmesh.config.attention_dp import rank_memory_bytes
@@ -19,8 +20,10 @@ from kvmesh.config.transfer_backend import (
     resolve,
 )
 from kvmesh.config.v2_only import refuse_v2_only
+from kvmesh.engine.ranks.limits import cache_config_of_ranks
 from kvmesh.models.attention_windows import effective_windows
 from kvmesh.models.config import ModelConfig, read_config
+from kvmesh.models.sharding import shard_of
 from kvmesh.models.store import ModelSource
 
 __all__ = ["check_model", "check_settings"]
@@ -69,6 +72,9 @@ def check_model(settings: WorkerSettings, source: ModelSource) -> None:
             "lower it, or leave it out"
         )
     refuse_impossible(settings, max_seq_len=limit)
+    if not settings.enable_attention_dp:
+        for rank in range(settings.ranks_per_engine):
+            shard_of(config, settings.tensor_parallel_size, settings.pipeline_parallel_size, rank)
     _check_cache(settings, config, limit)
 
 
@@ -97,10 +103,16 @@ def _check_cache(settings: WorkerSettings, config: ModelConfig, max_seq_len: int
         )
         for index, window in enumerate(windows)
     ]
+    requirements = CacheRequirements(tuple(layers))
+    whole = PageLayout.build(requirements, cache.tokens_per_block)
+    layout = whole
+    if not settings.enable_attention_dp:
+        parts = shard_requirements(requirements, settings.tensor_parallel_size, settings.pipeline_parallel_size)
+        layout = PageLayout.build(parts, cache.tokens_per_block)
     try:
         plan_levels(
-            cache,
-            PageLayout.build(CacheRequirements(tuple(layers)), cache.tokens_per_block),
+            cache_config_of_ranks(cache, whole, layout),
+            layout,
             free_device_bytes=rank_memory_bytes(settings),
             available_host_bytes=0,  # an automatic host tier is never too small: there is none then
             max_seq_len=max_seq_len,

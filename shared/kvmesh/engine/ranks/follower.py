@@ -63,7 +63,7 @@ class Follower:
         structlog.contextvars.bind_contextvars(rank=self._rank)
         arm_from_environment()
         try:
-            threads = take_threads(settings, settings.tensor_parallel_size * settings.pipeline_parallel_size)
+            threads = take_threads(settings, settings.ranks_per_engine)
             source = resolve_model(settings.model)
             config = read_config(source)
             shard = shard_of(config, settings.tensor_parallel_size, settings.pipeline_parallel_size, self._rank)
