@@ -107,11 +107,6 @@ def _worker_blockers(settings: WorkerSettings, cache_dtypes: Collection[str] | N
     if known and cache.dtype != "auto" and set(cache_dtypes or ()) != {cache.dtype}:
         yield f"kv_cache_config.dtype={cache.dtype!r} (this model's cache has {', '.join(sorted(cache_dtypes or ()))})"
     yield from unsupported_fields(transfer, "cache_transceiver_config.")
-    if transfer.transceiver_runtime == "auto" and transfer.kv_transfer_timeout_ms is None:
-        yield (
-            "cache_transceiver_config.kv_transfer_timeout_ms=None, with which transceiver_runtime 'auto' "
-            "means the CPP runtime"
-        )
 
 
 def _block_problems(cache: KvCacheConfig) -> Iterator[str]:

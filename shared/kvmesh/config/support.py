@@ -46,7 +46,6 @@ NO_EFFECT: Mapping[type[BaseModel], Mapping[str, str]] = {
         "sink_token_length": "",
         "use_uvm": "",
     },
-    CacheTransceiverConfig: {"max_tokens_in_buffer": ""},
 }
 """Accepted with any value, without effect; with a reason where there is more to say."""
 
@@ -80,10 +79,6 @@ OWN_DTYPE_ONLY = "auto, and the data type that the model is served in"
 PARTIAL: Mapping[type[BaseModel], Mapping[str, Partial]] = {
     KvCacheConfig: {
         "dtype": Partial(OWN_DTYPE_ONLY, lambda dtype: dtype in ("auto", "float32", "float16", "bfloat16")),
-    },
-    CacheTransceiverConfig: {
-        "backend": _one_of(None, "DEFAULT", "NIXL"),
-        "transceiver_runtime": _one_of("PYTHON", "auto"),
     },
     RouterSettings: {"schedule_style": _one_of("context_first")},
     WorkerSettings: {"context_parallel_size": _one_of(1)},

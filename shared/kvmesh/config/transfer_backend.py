@@ -157,6 +157,10 @@ def resolve_runtime(
         raise TransceiverConfigError(obstacle)
     if runtime == "PYTHON" and facts.cp_size != 1:
         raise TransceiverConfigError(f"the Python transceiver needs cp_size == 1, got {facts.cp_size}")
+    if runtime == "CPP" and config.kv_cache_bounce_size_mb:
+        warnings.append("kv_cache_bounce_size_mb has no effect with transceiver_runtime CPP")
+    if runtime == "PYTHON" and config.max_tokens_in_buffer is not None:
+        warnings.append("max_tokens_in_buffer has no effect with transceiver_runtime PYTHON")
     _check_mamba(facts, runtime)
     if environment.get(INFLIGHT_CANCEL_VARIABLE) == "1" and (
         runtime != "CPP" or backend != "NIXL" or config.kv_transfer_timeout_ms is None
@@ -175,11 +179,7 @@ def refuse_unbuilt(config: CacheTransceiverConfig, resolved: Resolved) -> None:
         TransceiverConfigError: ``not supported yet: ...``, naming every such setting.
     """
     unbuilt: list[str] = []
-    if resolved.backend not in PYTHON_BACKENDS:
-        unbuilt.append(f"cache_transceiver_config.backend {resolved.backend}")
-    if resolved.runtime == "CPP":
-        unbuilt.append("cache_transceiver_config.transceiver_runtime CPP (or null)")
-    if config.kv_cache_bounce_size_mb:
+    if config.kv_cache_bounce_size_mb and resolved.runtime == "PYTHON":
         unbuilt.append(f"cache_transceiver_config.kv_cache_bounce_size_mb {config.kv_cache_bounce_size_mb}")
     if config.enable_pipelined_transfer:
         unbuilt.append("cache_transceiver_config.enable_pipelined_transfer")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from kvmesh.cache.layout import PageLayout
 from kvmesh.config.cache_transceiver import CacheTransceiverConfig
 from kvmesh.config.transfer_backend import (
-    BackendName,
+    Resolved,
     ServerFacts,
     TransceiverConfigError,
     nixl_is_installed,
@@ -17,12 +18,16 @@ from kvmesh.config.transfer_backend import (
 )
 from kvmesh.net.clock import Clock, SystemClock
 from kvmesh.telemetry import get_logger
+from kvmesh.transceiver.channels.factory import create_channel
 from kvmesh.transceiver.planes.base import DataPlane, PlaneError
 from kvmesh.transceiver.planes.builtin import BuiltinPlane, PlaneChoice
 from kvmesh.transceiver.planes.nixl import NixlPlane
+from kvmesh.transceiver.staged.plane import StagedPlane
+from kvmesh.transceiver.staged.region import region_size
+from kvmesh.transceiver.tickets import Signer
 from kvmesh.transceiver.timing import CONNECT_TIMEOUT_S, ConditionWaiter, TransferTimes, Waiter
 from kvmesh.transceiver.transceiver import Transceiver
-from kvmesh.transceiver.types import PeerKey, PoolMemory
+from kvmesh.transceiver.types import PeerKey, PoolMemory, StagingStats
 
 __all__ = ["create_transceiver"]
 
@@ -45,6 +50,7 @@ def create_transceiver(
     environment: Mapping[str, str] | None = None,
     waiter: Waiter | None = None,
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    max_seq_len: int | None = None,
 ) -> Transceiver | None:
     """Build and start the transceiver of an engine.
 
@@ -65,6 +71,8 @@ def create_transceiver(
         environment: for the DEFAULT backend's selectors; the process's by default.
         waiter: how polls wait, and who is told that a session has changed; by default they wait in real time.
         connect_timeout_s: bound of connection set-up.
+        max_seq_len: the longest sequence in tokens, which sizes the staging buffers where the configuration does not;
+            by default as many as the pools hold.
 
     Returns:
         The transceiver, or None when ``config.backend`` is None.
@@ -93,9 +101,30 @@ def create_transceiver(
     if checksums and facts.pool_device == "cuda":
         log.warning("transfer_checksums has no effect on CUDA pools: pages are checked in host memory only")
         checksums = False
-    data_plane = _build_plane(resolved.backend, pools, f"{instance_id}#{epoch}", bind_host, plane, times)
+    key = PeerKey(instance_id, epoch)
+    try:
+        if resolved.runtime == "CPP":
+            if max_seq_len is None:
+                max_seq_len = max(pool.num_pages for pool in pools) * layout.tokens_per_block
+            size = region_size(layout, config.max_tokens_in_buffer, max_seq_len)
+            channel = partial(
+                create_channel,
+                resolved.backend,
+                name=str(key),
+                bind_host=bind_host,
+                connect_timeout_s=times.connect_s,
+                choice=plane,
+            )
+            signer = Signer(cluster_secret, "pieces")
+            data_plane: DataPlane = StagedPlane(
+                key, pools, size, channel, signer=signer, bind_host=bind_host, times=times
+            )
+        else:
+            data_plane = _paged_plane(resolved, pools, str(key), bind_host, plane, times)
+    except PlaneError as error:
+        raise TransceiverConfigError(str(error)) from error
     transceiver = Transceiver(
-        key=PeerKey(instance_id, epoch),
+        key=key,
         layout=layout,
         digest=digest,
         summary=summary,
@@ -107,23 +136,21 @@ def create_transceiver(
         times=times,
         clock=clock or SystemClock(),
         waiter=waiter or ConditionWaiter(),
+        staging=data_plane.stats if isinstance(data_plane, StagedPlane) else StagingStats,
     )
     transceiver.start()
     log.info("transceiver ready", backend=data_plane.name, endpoint=transceiver.control_endpoint)
     return transceiver
 
 
-def _build_plane(
-    backend: BackendName,
+def _paged_plane(
+    resolved: Resolved,
     pools: Sequence[PoolMemory],
     name: str,
     bind_host: str,
     choice: PlaneChoice,
     times: TransferTimes,
 ) -> DataPlane:
-    try:
-        if backend == "NIXL":
-            return NixlPlane(pools, name=name, bind_host=bind_host, connect_timeout_s=times.connect_s)
-        return BuiltinPlane(pools, choice=choice, bind_host=bind_host)
-    except PlaneError as error:
-        raise TransceiverConfigError(str(error)) from error
+    if resolved.backend == "NIXL":
+        return NixlPlane(pools, name=name, bind_host=bind_host, connect_timeout_s=times.connect_s)
+    return BuiltinPlane(pools, choice=choice, bind_host=bind_host)

@@ -54,7 +54,7 @@ def pairing_obstacle(mine: Introduction, peer: Hello | HelloReply) -> str | None
     if peer.backend != mine.backend:
         return (
             f"transfer backend differs: {peer.instance_id} uses {peer.backend}, {me} uses {mine.backend}; "
-            "set the same cache_transceiver_config.backend on both"
+            "set the same cache_transceiver_config.backend and transceiver_runtime on both"
         )
     if peer.layout_digest != mine.layout_digest:
         return (

@@ -26,6 +26,9 @@ WAYS = {
     "memfd": ({"backend": "DEFAULT"}, "memfd"),
     "tcp": ({"backend": "DEFAULT"}, "tcp"),
     "nixl": ({"backend": "NIXL"}, "auto"),
+    "staged-memfd": ({"backend": "DEFAULT", "transceiver_runtime": "CPP", "max_tokens_in_buffer": 64}, "memfd"),
+    "staged-tcp": ({"backend": "DEFAULT", "transceiver_runtime": "CPP", "max_tokens_in_buffer": 64}, "tcp"),
+    "staged-nixl": ({"backend": "NIXL", "transceiver_runtime": "CPP", "max_tokens_in_buffer": 64}, "auto"),
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 Pair = Any
 """tests/integration/transceiver/conftest.py"""
 
-WAYS = ["memfd", "tcp", "nixl"]
+WAYS = ["memfd", "tcp", "nixl", "staged-memfd", "staged-tcp", "staged-nixl"]
 SOURCE, TARGET = list(range(10, 50)), list(range(50, 90))
 DURING = "transceiver.during_transfer"
 

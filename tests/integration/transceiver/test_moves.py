@@ -18,7 +18,8 @@ def scattered(seed: int, count: int) -> list[int]:
 
 def test_scattered_pages_arrive(pair: Pair) -> None:
     pair.move(1, scattered(1, 40), scattered(2, 40))
-    assert pair.context.backend == ("NIXL" if pair.way == "nixl" else "BUILTIN")
+    backend = "NIXL" if "nixl" in pair.way else "BUILTIN"
+    assert pair.context.backend == (f"CPP/{backend}" if pair.way.startswith("staged") else backend)
 
 
 def test_contiguous_pages_arrive(pair: Pair) -> None:

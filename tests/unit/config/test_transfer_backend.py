@@ -165,8 +165,6 @@ def test_several_blockers_come_in_one_message() -> None:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        (config("UCX"), ["backend UCX", "transceiver_runtime CPP"]),
-        (config("NIXL", "CPP"), ["transceiver_runtime CPP"]),
         (config("NIXL", kv_cache_bounce_size_mb=8), ["kv_cache_bounce_size_mb 8"]),
         (config("NIXL", enable_pipelined_transfer=True), ["enable_pipelined_transfer"]),
     ],
@@ -178,5 +176,27 @@ def test_what_is_not_built_is_refused_by_name(settings: CacheTransceiverConfig, 
 
 
 def test_what_is_built_is_not_refused() -> None:
-    for settings, facts in [(config(), CPU), (config("NIXL", "PYTHON"), CUDA)]:
+    for settings, facts in [
+        (config(), CPU),
+        (config("NIXL", "PYTHON"), CUDA),
+        (config("DEFAULT", "CPP"), CPU),
+        (config("NIXL", None), CPU),
+        (config("UCX"), CPU),
+        (config("MPI"), CPU),
+        (config("DEFAULT", kv_transfer_timeout_ms=None), CPU),
+    ]:
         refuse_unbuilt(settings, decide(settings, facts))
+
+
+@pytest.mark.parametrize(
+    ("runtime", "fields", "warning"),
+    [
+        ("CPP", {"kv_cache_bounce_size_mb": 8}, "kv_cache_bounce_size_mb has no effect"),
+        ("PYTHON", {"max_tokens_in_buffer": 64}, "max_tokens_in_buffer has no effect"),
+    ],
+)
+def test_what_a_runtime_has_no_use_for_is_said(runtime: str, fields: dict[str, int], warning: str) -> None:
+    """§2b."""
+    assert any(warning in said for said in decide(config("DEFAULT", runtime, **fields)).warnings)
+    other = "CPP" if runtime == "PYTHON" else "PYTHON"
+    assert decide(config("DEFAULT", other, **fields)).warnings == ()

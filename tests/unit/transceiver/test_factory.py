@@ -46,9 +46,21 @@ def test_no_backend_means_no_transceiver(memory: PoolMemory) -> None:
     assert create(memory, None) is None
 
 
-@pytest.mark.parametrize(("backend", "name"), [("DEFAULT", "BUILTIN"), ("NIXL", "NIXL")])
-def test_the_transceiver_says_what_it_is_and_closes_twice(memory: PoolMemory, backend: str, name: str) -> None:
-    transceiver = create(memory, backend)
+@pytest.mark.parametrize(
+    ("backend", "runtime", "name"),
+    [
+        ("DEFAULT", "auto", "BUILTIN"),
+        ("NIXL", "PYTHON", "NIXL"),
+        ("DEFAULT", "CPP", "CPP/BUILTIN"),
+        ("DEFAULT", None, "CPP/BUILTIN"),
+        ("NIXL", "CPP", "CPP/NIXL"),
+    ],
+)
+def test_the_transceiver_says_what_it_is_and_closes_twice(
+    memory: PoolMemory, backend: str, runtime: str | None, name: str
+) -> None:
+    """§2b: null is CPP."""
+    transceiver = create(memory, backend, {"transceiver_runtime": runtime})
     assert transceiver.backend_name == name
     assert transceiver.control_endpoint.startswith("tcp://127.0.0.1:")
     assert not transceiver.has_tracked_transfers
@@ -56,7 +68,10 @@ def test_the_transceiver_says_what_it_is_and_closes_twice(memory: PoolMemory, ba
     assert transceiver.check_gen_transfer_status(1) == ([], [], [], [])
     assert transceiver.sweep_timeouts() == []
     assert transceiver.cancel_request(5)
-    assert transceiver.stats() == (0,) * len(TransceiverStats._fields)
+    idle = dict.fromkeys(TransceiverStats._fields, 0)
+    if name.startswith("CPP"):
+        idle["staging_capacity_bytes"] = 8 * PAGE_BYTES
+    assert transceiver.stats()._asdict() == idle
     transceiver.shutdown()
     transceiver.shutdown()
 
@@ -64,8 +79,7 @@ def test_the_transceiver_says_what_it_is_and_closes_twice(memory: PoolMemory, ba
 @pytest.mark.parametrize(
     ("backend", "fields", "changes", "message"),
     [
-        ("UCX", {}, {}, "^not supported yet: .*backend UCX"),
-        ("NIXL", {"transceiver_runtime": "CPP"}, {}, "^not supported yet: .*CPP"),
+        ("DEFAULT", {"transceiver_runtime": "CPP", "max_tokens_in_buffer": 3}, {}, "is 3, less than the 8 tokens"),
         ("DEFAULT", {}, {"cluster_secret": b""}, "cluster secret"),
         ("NIXL", {}, {"facts": ServerFacts(nixl_installed=False)}, r"kvmesh\[engine\]"),
         ("DEFAULT", {}, {"layout": PageLayout.build(

@@ -7,9 +7,7 @@ take only what they name. The owner decides, and the receiver, which connects, i
 from __future__ import annotations
 
 import ctypes
-import os
 import secrets
-import select
 import threading
 from typing import Final
 
@@ -19,13 +17,15 @@ from numpy.typing import NDArray
 
 from kvmesh.transceiver.channels.base import BackendName, Incoming, Region, Side
 from kvmesh.transceiver.channels.builtin_sockets import TOKEN_BYTES, DataListener, DataSource, Way
-from kvmesh.transceiver.liveness import ProcessGoneError, ProcessIdentity, open_process
+from kvmesh.transceiver.channels.mailbox import check_span
+from kvmesh.transceiver.channels.written import WrittenByOwner
+from kvmesh.transceiver.liveness import ProcessIdentity
 from kvmesh.transceiver.planes.base import MoveControl, PlaneError
 from kvmesh.transceiver.planes.builtin import PlaneChoice
 from kvmesh.transceiver.planes.builtin_memfd import MemfdDescriptor, describe_pools, map_pool
 from kvmesh.transceiver.types import PeerKey, PoolMemory
 
-__all__ = ["BuiltinChannel", "create"]
+__all__ = ["BuiltinChannel"]
 
 SLICE_BYTES: Final = 1 << 20
 """A stop is noticed between slices."""
@@ -40,24 +40,6 @@ class _Descriptor(msgspec.Struct, frozen=True, array_like=True):
     port: int
     token: bytes
     """What a receiver must present to this engine's listener."""
-
-
-class _MappedIncoming:
-    """Bytes that an owner writes into our memory: they are there when it says so."""
-
-    def __init__(self, owner: ProcessIdentity) -> None:
-        self._owner = owner
-
-    def wait(self, control: MoveControl) -> None:
-        """See :meth:`Incoming.wait`."""
-
-    def cancel(self) -> bool:
-        """See :meth:`Incoming.cancel`: a copy of the owner that has begun cannot be taken back."""
-        return False
-
-    def owner_is_gone(self) -> bool:
-        """See :class:`Lingering`: it writes through a mapping of its own."""
-        return _has_ended(self._owner)
 
 
 class BuiltinChannel:
@@ -84,7 +66,7 @@ class BuiltinChannel:
         connect_timeout_s: float,
         choice: PlaneChoice = "auto",
     ) -> None:
-        self._send = send
+        self._send, self._receive = send, receive
         self._source = memoryview((ctypes.c_char * send.nbytes).from_address(send.address)).cast("B")
         self._target = memoryview((ctypes.c_char * receive.nbytes).from_address(receive.address)).cast("B")
         self._own_name = name
@@ -131,12 +113,13 @@ class BuiltinChannel:
 
     def expect(self, peer: PeerKey, tag: int, offset: int, nbytes: int) -> Incoming:
         """See :meth:`Channel.expect`."""
+        check_span(self._receive, offset, nbytes)
         with self._lock:
             owner = self._owners.get(peer)
         if owner is None:
             raise PlaneError(f"{peer} is not attached")
         if isinstance(owner, ProcessIdentity):
-            return _MappedIncoming(owner)
+            return WrittenByOwner(owner)
         return owner.expect(tag, self._target[offset : offset + nbytes])
 
     def send(
@@ -147,8 +130,8 @@ class BuiltinChannel:
             mapped, size = self._mapped.get(peer), self._sizes.get(peer)
         if size is None:
             raise PlaneError(f"{peer} is not attached")
-        if dst_offset + nbytes > size:
-            raise PlaneError(f"{peer} asks for bytes behind the end of its receive region")
+        check_span(self._send, src_offset, nbytes)
+        check_span(Region(0, size, None), dst_offset, nbytes)
         if mapped is None:
             self._listener.send(peer, tag, self._source[src_offset : src_offset + nbytes], control)
             return
@@ -213,37 +196,8 @@ class BuiltinChannel:
         return None
 
 
-def create(
-    send: Region,
-    receive: Region,
-    *,
-    name: str,
-    bind_host: str,
-    connect_timeout_s: float,
-    choice: PlaneChoice = "auto",
-) -> BuiltinChannel:
-    """The channel of one engine; see :class:`BuiltinChannel`."""
-    return BuiltinChannel(
-        send, receive, name=name, bind_host=bind_host, connect_timeout_s=connect_timeout_s, choice=choice
-    )
-
-
 def _map(memory: MemfdDescriptor) -> NDArray[np.uint8]:
     if not memory.process.observable:
         raise PlaneError("the receiver runs on another host or in another process id namespace")
     (region,) = memory.pools
     return map_pool(memory.process.pid, region, writable=True)
-
-
-def _has_ended(process: ProcessIdentity) -> bool:
-    try:
-        fd = open_process(process)
-    except ProcessGoneError:
-        return True
-    if fd is None:
-        return False
-    try:
-        # Readable once the process has ended, even before its parent has taken note.
-        return bool(select.select([fd], [], [], 0)[0])
-    finally:
-        os.close(fd)

@@ -1,15 +1,22 @@
-"""Which transfers may use a staging region: in the order in which they come, as many as fit into it at once."""
+"""Which transfers may use a staging region: in the order in which they come, as many as fit into it at once.
+
+One whose peer has gone silent rests: its place goes to others until it is heard of again.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
+from typing import Final
 
 from kvmesh.transceiver.planes.base import MoveControl, MoveStoppedError
 from kvmesh.transceiver.staged.rooms import WAIT_S
 
-__all__ = ["AdmissionGate", "AdmissionQueue"]
+__all__ = ["REST_S", "AdmissionGate", "AdmissionQueue"]
+
+REST_S: Final = 0.25
+"""Whose peer is silent for so long gives its place to others."""
 
 
 class AdmissionQueue:
@@ -23,6 +30,7 @@ class AdmissionQueue:
         self._capacity_bytes = capacity_bytes
         self._waiting: OrderedDict[Hashable, int] = OrderedDict()
         self._admitted: dict[Hashable, int] = {}
+        self._resting: set[Hashable] = set()
         self.admitted_bytes = 0
 
     @property
@@ -57,10 +65,24 @@ class AdmissionQueue:
         """Whether ``key`` is under way."""
         return key in self._admitted
 
+    def rest(self, key: Hashable) -> None:
+        """An admitted one does nothing at present: others may have its place. Ignored for any other."""
+        if key in self._admitted and key not in self._resting:
+            self._resting.add(key)
+            self.admitted_bytes -= self._admitted[key]
+
+    def wake(self, key: Hashable) -> None:
+        """One that rested goes on, even if that makes more than fit: nobody new comes in until there is room again."""
+        if key in self._resting:
+            self._resting.discard(key)
+            self.admitted_bytes += self._admitted[key]
+
     def leave(self, key: Hashable) -> None:
         """Done, or not wanted any more; unknown keys are ignored."""
+        self.rest(key)
         self._waiting.pop(key, None)
-        self.admitted_bytes -= self._admitted.pop(key, 0)
+        self._admitted.pop(key, None)
+        self._resting.discard(key)
 
 
 class AdmissionGate:
@@ -94,6 +116,17 @@ class AdmissionGate:
                     self._admit()
                     raise MoveStoppedError
                 self._changed.wait(WAIT_S)
+
+    def rest(self, key: Hashable) -> None:
+        """See :meth:`AdmissionQueue.rest`."""
+        with self._changed:
+            self._queue.rest(key)
+            self._admit()
+
+    def wake(self, key: Hashable) -> None:
+        """See :meth:`AdmissionQueue.wake`."""
+        with self._changed:
+            self._queue.wake(key)
 
     def leave(self, key: Hashable) -> None:
         """Let the next ones in."""

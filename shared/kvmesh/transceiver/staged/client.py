@@ -13,11 +13,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvmesh.transceiver.channels.base import Channel, Incoming, Lingering, Region
 from kvmesh.transceiver.planes.base import MoveControl, MoveJob, MoveStoppedError, PlaneError
 from kvmesh.transceiver.planes.sockets import shut, tune
+from kvmesh.transceiver.staged.admission import REST_S, AdmissionGate
 from kvmesh.transceiver.staged.attachments import Attachments
 from kvmesh.transceiver.staged.copying import PageCopier
 from kvmesh.transceiver.staged.frames import (
@@ -116,6 +117,13 @@ class _Patience(MoveControl):
         return time.monotonic() >= self._end_s
 
 
+class _Plan(NamedTuple):
+    """How a move uses the smaller region: half of it where pages allow, should its owner freeze."""
+
+    piece_bytes: int
+    in_flight: int
+
+
 @dataclass(slots=True, eq=False)
 class _Session:
     admitted: bool = False
@@ -176,9 +184,9 @@ class PieceClient:
         """Whether the connection has ended."""
         return bool(self._lost)
 
-    def pull(self, job: MoveJob, items: ItemTable) -> int:
-        """Move the pages of ``job``; see :meth:`DataPlane.move`."""
-        most_bytes = self._most_bytes(items)
+    def pull(self, job: MoveJob, items: ItemTable, gate: AdmissionGate) -> int:
+        """Move the pages of ``job``, which has entered ``gate``; see :meth:`DataPlane.move`."""
+        plan = self._plan(items)
         session = _Session()
         with self._changed:
             if self._lost:
@@ -187,10 +195,10 @@ class PieceClient:
             self._pulls += 1
         try:
             self._request(job, RequestKind.OPEN, num_items=items.num_items, nbytes=items.nbytes)
-            self._wait(lambda: session.admitted or session.refusal is not None, job.control)
+            self._wait(lambda: session.admitted or session.refusal is not None, job, gate)
             if session.refusal is not None:
                 raise PlaneError(session.refusal)
-            self._pull_pieces(job, items, most_bytes)
+            self._pull_pieces(job, items, plan, gate)
         finally:
             self._close_session(job)
         return items.nbytes
@@ -220,23 +228,24 @@ class PieceClient:
             raise PlaneError(f"the owner refuses: {answer.text}")
         return greeting.region_bytes
 
-    def _most_bytes(self, items: ItemTable) -> int:
+    def _plan(self, items: ItemTable) -> _Plan:
         smaller = min(self._staging.region.nbytes, self._owner_bytes)
         if items.largest_bytes > smaller:
             raise PlaneError(
                 f"a page of {items.largest_bytes} bytes does not fit into the smaller staging buffer of {smaller} bytes"
             )
-        half = smaller // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        return max(items.largest_bytes, min(PIECE_BYTES, half))
+        quarter = smaller // 4 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        piece_bytes = max(items.largest_bytes, min(PIECE_BYTES, quarter))
+        return _Plan(piece_bytes, PIECES_IN_FLIGHT if piece_bytes <= quarter else 1)
 
-    def _pull_pieces(self, job: MoveJob, items: ItemTable, most_bytes: int) -> None:
+    def _pull_pieces(self, job: MoveJob, items: ItemTable, plan: _Plan, gate: AdmissionGate) -> None:
         staging = self._staging
         flight: deque[_Asked] = deque()
-        planned = items.pieces(most_bytes)
+        planned = items.pieces(plan.piece_bytes)
         following = next(planned, None)
         try:
             while flight or following is not None:
-                while following is not None and len(flight) < PIECES_IN_FLIGHT:
+                while following is not None and len(flight) < plan.in_flight:
                     # Who holds a room does not wait for another one: so every room that is waited for comes free.
                     room = (
                         staging.rooms.try_take(following.nbytes)
@@ -248,7 +257,7 @@ class PieceClient:
                     flight.append(self._ask(job, following, room))
                     following = next(planned, None)
                 asked = flight[0]
-                self._wait(lambda asked=asked: asked.answer is not None, job.control)  # type: ignore[misc]
+                self._wait(lambda asked=asked: asked.answer is not None, job, gate)  # type: ignore[misc]
                 if asked.answer is not AnswerKind.SENT:
                     raise PlaneError(asked.text or "the owner has ended the session")
                 asked.incoming.wait(job.control)
@@ -339,14 +348,21 @@ class PieceClient:
             except OSError as error:
                 raise PlaneError(f"the connection to {self._peer} was lost: {error}") from error
 
-    def _wait(self, happened: Callable[[], bool], control: MoveControl) -> None:
+    def _wait(self, happened: Callable[[], bool], job: MoveJob, gate: AdmissionGate) -> None:
+        rest_s = time.monotonic() + REST_S
+        resting = False
         with self._changed:
             while not happened():
-                if control.stopped:
+                if job.control.stopped:
                     raise MoveStoppedError
                 if self._lost:
                     raise PlaneError(self._lost)
                 self._changed.wait(WAIT_S)
+                if not resting and time.monotonic() >= rest_s:
+                    resting = True
+                    gate.rest(job)
+        if resting:
+            gate.wake(job)
 
     # The thread that reads answers.
 

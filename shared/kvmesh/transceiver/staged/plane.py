@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Final, Literal
 
 import msgspec
 
@@ -24,23 +24,13 @@ from kvmesh.transceiver.staged.region import RegionSize, StagingMemory
 from kvmesh.transceiver.staged.rooms import Rooms
 from kvmesh.transceiver.staged.server import PieceServer
 from kvmesh.transceiver.tickets import Signer
-from kvmesh.transceiver.types import PeerKey, PoolMemory
+from kvmesh.transceiver.timing import TransferTimes
+from kvmesh.transceiver.types import PeerKey, PoolMemory, StagingStats
 
-__all__ = ["StagedPlane", "StagingStats"]
+__all__ = ["StagedPlane"]
 
-
-class StagingStats(NamedTuple):
-    """Gauges of the two staging regions of an engine."""
-
-    capacity_bytes: int
-    """Of each."""
-    send_used_bytes: int
-    receive_used_bytes: int
-    """With rooms that are out of use because an owner may still write into them."""
-    send_waiting: int
-    """Transfers that wait until the send region has room for them."""
-    receive_waiting: int
-    """Transfers that wait until the receive region has room for them."""
+MAX_STALL_S: Final = 60.0
+"""How long a receiver may say nothing where transfers have no deadline."""
 
 
 class _Descriptor(msgspec.Struct, frozen=True, array_like=True):
@@ -59,8 +49,7 @@ class StagedPlane:
         make_channel: builds the channel over the send and the receive region.
         signer: for introductions between piece connections.
         bind_host: where the piece server listens.
-        connect_timeout_s: bound of connection set-up.
-        stall_s: a receiver that has a transfer under way and says nothing for so long is given up.
+        times: bounds of connection set-up, and of how long a receiver with a transfer under way may say nothing.
 
     Raises:
         PlaneError: it cannot work with these pools, or there is no memory for the regions.
@@ -79,8 +68,7 @@ class StagedPlane:
         *,
         signer: Signer,
         bind_host: str,
-        connect_timeout_s: float,
-        stall_s: float,
+        times: TransferTimes,
     ) -> None:
         if any(pool.device != "cpu" for pool in pools):
             raise PlaneError(
@@ -111,7 +99,7 @@ class StagedPlane:
             rooms=rooms,
             limbo=Limbo(rooms),
             tags=itertools.count(),
-            connect_timeout_s=connect_timeout_s,
+            connect_timeout_s=times.connect_s,
         )
         self._server = PieceServer(
             copier,
@@ -121,7 +109,7 @@ class StagedPlane:
             attachments,
             signer=signer,
             bind_host=bind_host,
-            stall_s=stall_s,
+            stall_s=min(times.timeout_s, MAX_STALL_S),
         )
 
     def describe(self) -> bytes:
@@ -170,7 +158,7 @@ class StagedPlane:
         client = self._client(peer)
         self._gate.enter(job, items.nbytes, job.control)
         try:
-            return client.pull(job, items)
+            return client.pull(job, items, self._gate)
         finally:
             self._gate.leave(job)
 

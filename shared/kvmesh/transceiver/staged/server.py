@@ -21,7 +21,7 @@ from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.channels.base import Channel, Region
 from kvmesh.transceiver.planes.base import MoveControl, MoveStoppedError, Part, PlaneError
 from kvmesh.transceiver.planes.sockets import shut, tune
-from kvmesh.transceiver.staged.admission import AdmissionQueue
+from kvmesh.transceiver.staged.admission import REST_S, AdmissionQueue
 from kvmesh.transceiver.staged.attachments import Attachments
 from kvmesh.transceiver.staged.copying import PageCopier, item_table
 from kvmesh.transceiver.staged.frames import (
@@ -46,8 +46,8 @@ __all__ = ["PieceServer"]
 
 MAX_CONNECTIONS: Final = 256
 HELLO_TIMEOUT_S: Final = 5.0
-LOOK_S: Final = 1.0
-"""A connection's reader looks this often whether its receiver has stalled."""
+LOOK_S: Final = 5.0
+"""Longest sleep of a connection's reader while no session is open."""
 
 _SessionKey = tuple[int, int]
 
@@ -69,7 +69,10 @@ class _Connection:
         self.peer: PeerKey | None = None
         self.sessions: set[_SessionKey] = set()
         self.requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-        self.heard_s = time.monotonic()
+        self.working = False
+        """Whether a piece is being gathered or sent, or waits for a room."""
+        self.sending_s: float | None = None
+        """Since when a piece is being sent."""
         self._writing = threading.Lock()
 
     def answer(self, kind: AnswerKind, *, tag: int = 0, number: int = 0, text: str = "") -> None:
@@ -92,7 +95,7 @@ class PieceServer:
         attachments: to the receivers.
         signer: checks introductions.
         bind_host: address to listen on, at an ephemeral port.
-        stall_s: a receiver that has a session open and says nothing for so long is given up.
+        stall_s: a receiver that does not take a piece for so long is given up.
     """
 
     def __init__(
@@ -226,31 +229,35 @@ class PieceServer:
         return peer
 
     def _next_request(self, connection: _Connection) -> Request:
-        """Wait for a request, giving a receiver up that holds rooms or a place and neither asks nor takes.
+        """Wait for a request. Sessions of a receiver that is silent rest; one that does not take a piece is given up.
 
         Raises:
             OSError: the connection has ended, or was given up.
         """
-        connection.stream.settimeout(LOOK_S)
         while True:
+            connection.stream.settimeout(REST_S if connection.sessions else LOOK_S)
             try:
                 # A peek: a frame that comes in two parts must not be torn by the timeout.
                 if not connection.stream.recv(1, socket.MSG_PEEK):
                     raise ConnectionResetError("the receiver closed the connection")
                 break
             except TimeoutError:
-                if self._has_stalled(connection):
-                    raise ConnectionAbortedError(f"silent for {self._stall_s:g} s") from None
+                self._look(connection)
         connection.stream.settimeout(HELLO_TIMEOUT_S)
-        request = read_request(connection.stream)
-        connection.heard_s = time.monotonic()
-        return request
+        return read_request(connection.stream)
 
-    def _has_stalled(self, connection: _Connection) -> bool:
-        if time.monotonic() - connection.heard_s <= self._stall_s:
-            return False
+    def _look(self, connection: _Connection) -> None:
+        """Nothing was heard for a while."""
+        sending_s = connection.sending_s
+        taken_s = 0.0 if sending_s is None else time.monotonic() - sending_s
+        if taken_s > self._stall_s:
+            raise ConnectionAbortedError(f"it does not take a piece within {self._stall_s:g} s")
+        if taken_s < REST_S and (connection.working or not connection.requests.empty()):
+            return
         with self._lock:
-            return any(self._admission.is_admitted(session) for session in connection.sessions)
+            for session in connection.sessions:
+                self._admission.rest(session)
+            self._admit()
 
     def _handle(self, connection: _Connection, request: Request) -> None:
         if request.kind is RequestKind.OPEN:
@@ -300,7 +307,6 @@ class PieceServer:
         for session in self._admission.admit():
             grant = self._grants[session]  # type: ignore[index]
             assert grant.connection is not None
-            grant.connection.heard_s = time.monotonic()
             grant.connection.answer(AnswerKind.ADMITTED, number=session[1])  # type: ignore[index]
 
     def _give_up(self, connection: _Connection) -> None:
@@ -317,13 +323,14 @@ class PieceServer:
     def _send_all(self, connection: _Connection) -> None:
         while (request := connection.requests.get()) is not None:
             kind, text = AnswerKind.SENT, ""
+            connection.working = True
             try:
                 self._send_piece(connection, request)
             except MoveStoppedError:
                 kind = AnswerKind.ENDED
             except (PlaneError, FaultInjectedError, ValueError) as error:
                 kind, text = AnswerKind.REFUSED, str(error)
-            connection.heard_s = time.monotonic()
+            connection.working = False
             connection.answer(kind, tag=request.tag, number=request.session, text=text)
 
     def _send_piece(self, connection: _Connection, request: Request) -> None:
@@ -334,6 +341,7 @@ class PieceServer:
                 raise MoveStoppedError
             if not self._admission.is_admitted(session):
                 raise PlaneError("a piece was asked for before the session was admitted")
+            self._admission.wake(session)
         assert connection.peer is not None
         segments = grant.items.segments(request.first, request.num_items)
         if grant.items.bytes_of(segments) != request.nbytes:
@@ -342,6 +350,8 @@ class PieceServer:
         try:
             fault_point("transceiver.during_send")
             self._copier.gather(self._region.address + room, grant.parts, segments)
+            connection.sending_s = time.monotonic()
             self._channel.send(connection.peer, request.tag, room, request.offset, request.nbytes, grant.control)
         finally:
+            connection.sending_s = None
             self._rooms.give(room)
