@@ -12,10 +12,16 @@ PYTHON := $(shell for name in python3 python3.13 python3.12 python3.11; do \
 endif
 VENV ?= .venv
 TORCH_INDEX ?=
+EXTRAS ?=
 ARGS ?=
 BENCH ?= *
 
 BIN := $(VENV)/bin
+COMMA := ,
+# One stamp for each set of extras: asking for others installs them, too.
+SUFFIX := $(if $(EXTRAS),-$(subst $(COMMA),-,$(EXTRAS)))
+ENGINE := $(VENV)/.engine$(SUFFIX)
+DEV := $(VENV)/.dev$(SUFFIX)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --progress-bar on --disable-pip-version-check \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --constraint constraints.txt
 
@@ -35,39 +41,41 @@ help: ## Show this help
 	@echo "  TORCH_INDEX extra package index that has another build of torch (PyTorch's own pages name those"
 	@echo "              for CPU and for each CUDA version); empty: whatever the default index has. Run"
 	@echo "              'make clean' before changing it"
+	@echo "  EXTRAS      optional transfer libraries to install, too: EXTRAS=ucx,mooncake,mpi (see"
+	@echo "              docs/transfer-backends.md)"
 	@echo "  ARGS        arguments for 'kvmesh up', pytest or a benchmark: make up ARGS='--generation 2'"
 	@echo "  BENCH       one benchmark of benchmarks/ instead of all: make bench BENCH=engine"
 
-up: $(VENV)/.engine ## Set up and start a mesh in the foreground; Ctrl-C stops it
+up: $(ENGINE) ## Set up and start a mesh in the foreground; Ctrl-C stops it
 	@exec $(BIN)/kvmesh up $(ARGS)
 
 down: ## Stop the mesh that runs in the background
 	@if [ -x $(BIN)/kvmesh ]; then exec $(BIN)/kvmesh down; else echo "no environment in $(VENV): nothing to stop with"; fi
 
-test: $(VENV)/.dev ## Set up and run the tests
+test: $(DEV) ## Set up and run the tests
 	@$(BIN)/python -m pytest $(ARGS)
 
-soak-cache: $(VENV)/.dev ## Run the random test of the KV cache, a million steps instead of 20 000
+soak-cache: $(DEV) ## Run the random test of the KV cache, a million steps instead of 20 000
 	@KVMESH_SOAK=50 $(BIN)/python -m pytest tests/unit/cache/test_model.py $(ARGS)
 
-soak-modes: $(VENV)/.dev ## Run every mode of the KV cache on every architecture instead of on one
+soak-modes: $(DEV) ## Run every mode of the KV cache on every architecture instead of on one
 	@KVMESH_SOAK=3 $(BIN)/python -m pytest tests/integration/engine/cache $(ARGS)
 
-fault-matrix: $(VENV)/.dev ## Hurt every process at every point of a transfer; goes on where it stopped (docs/faults.md)
+fault-matrix: $(DEV) ## Hurt every process at every point of a transfer; goes on where it stopped (docs/faults.md)
 	@$(BIN)/python tests/faults/matrix.py $(ARGS)
 
-cancel-storm: $(VENV)/.dev ## Cancel 2000 streams in mid-transfer, four times, over each default backend
+cancel-storm: $(DEV) ## Cancel 2000 streams in mid-transfer, four times, over each default backend
 	@KVMESH_STORM=2000,4 $(BIN)/python -m pytest -s tests/e2e/test_cancel_storm.py $(ARGS)
 
-lint: $(VENV)/.dev ## Check style and types
+lint: $(DEV) ## Check style and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-bench: $(VENV)/.dev ## Run the benchmarks
+bench: $(DEV) ## Run the benchmarks
 	@for file in benchmarks/$(BENCH).py; do echo "== $$file"; $(BIN)/python "$$file" $(ARGS); done
 
-venv: $(VENV)/.dev ## Set up the environment with everything for development
+venv: $(DEV) ## Set up the environment with everything for development
 
 clean: ## Remove the environment and everything built
 	@rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -81,15 +89,15 @@ $(VENV)/.pip: | check
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --upgrade 'pip>=24'
 	@touch $@
 
-$(VENV)/.engine: $(INSTALLED_FROM) | $(VENV)/.pip
+$(ENGINE): $(INSTALLED_FROM) | $(VENV)/.pip
 	@echo "installing: compiles the native code and fetches torch; some minutes the first time"
-	@$(PIP_INSTALL) --editable '.[engine]'
+	@$(PIP_INSTALL) --editable '.[engine$(addprefix $(COMMA),$(EXTRAS))]'
 	@touch $@
 
-$(VENV)/.dev: $(INSTALLED_FROM) | $(VENV)/.pip
+$(DEV): $(INSTALLED_FROM) | $(VENV)/.pip
 	@echo "installing with everything for development; some minutes the first time"
-	@$(PIP_INSTALL) --editable '.[engine,dev,bench]'
-	@touch $@ $(VENV)/.engine
+	@$(PIP_INSTALL) --editable '.[engine,dev,bench$(addprefix $(COMMA),$(EXTRAS))]'
+	@touch $@ $(ENGINE)
 
 # Name everything that is missing at once, with the command that installs it.
 check:
