@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import importlib.util
 import itertools
 import mmap
 import os
@@ -11,22 +13,51 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
 from kvmesh.transceiver.channels.base import Region
+from kvmesh.transceiver.channels.factory import create_channel
 from kvmesh.transceiver.planes.base import MoveControl, MoveStoppedError, PlaneError
 from kvmesh.transceiver.types import PeerKey
 
-__all__ = ["ChannelPeer"]
+__all__ = ["BACKENDS", "ChannelPeer", "why_not"]
 
-REGION_BYTES = 64 << 20
+BACKENDS = ("builtin-memfd", "builtin-tcp", "nixl", "ucx", "mooncake", "mpi")
+"""The backends by name, the built-in one by way."""
+
+_LIBRARIES = {
+    "nixl": ("nixl_cu13", "engine"),
+    "ucx": ("ucxx", "ucx"),
+    "mooncake": ("mooncake", "mooncake"),
+    "mpi": ("mpi4py", "mpi"),
+}
+"""Module and extra."""
+_SYSTEM_LIBRARIES = {"mooncake": ("libibverbs.so.1", "libnuma.so.1", "libcurl.so.4")}
+
+REGION_BYTES = 32 << 20
 ANSWER_S = 60.0
 CONNECT_S = 5.0
+LOOK_S = 0.2
 _ERRORS = {"PlaneError": PlaneError, "MoveStoppedError": MoveStoppedError}
+
+
+def why_not(backend: str) -> str | None:
+    """Why the tests of this backend cannot run here; None when they can."""
+    from kvmesh.transceiver.channels.mooncake import APT_PACKAGES
+
+    library, extra = _LIBRARIES.get(backend, ("kvmesh", ""))
+    if importlib.util.find_spec(library) is None:
+        return f"needs pip install 'kvmesh[{extra}]'"
+    for name in _SYSTEM_LIBRARIES.get(backend, ()):
+        try:
+            ctypes.CDLL(name)
+        except OSError:
+            return f"needs {name}: apt-get install {APT_PACKAGES}"
+    return None
 
 
 class ChannelPeer:
@@ -44,19 +75,30 @@ class ChannelPeer:
         name: str,
         *,
         epoch: int = 1,
-        prefix: tuple[str, ...] = (),
         region_bytes: int = REGION_BYTES,
         **env: str,
     ) -> None:
         self.key = PeerKey(name, epoch)
+        self.region_bytes = region_bytes
         self._directory = tempfile.TemporaryDirectory(prefix="kvm-ch-")
         path = str(Path(self._directory.name) / "s")
         with Listener(path) as listener:
+            from kvmesh.engine.launching import MPIEXEC_OPTIONS, find_mpiexec
+
+            prefix = [str(find_mpiexec()), *MPIEXEC_OPTIONS] if backend == "mpi" else []
             argv = [*prefix, sys.executable, __file__, path, backend, str(self.key), str(region_bytes)]
             self.process = subprocess.Popen(argv, env={**os.environ, **env}, stdin=subprocess.DEVNULL)
             answer: Future[Connection] = Future()
             threading.Thread(target=lambda: answer.set_result(listener.accept()), daemon=True).start()
-            self._connection = answer.result(ANSWER_S)
+            deadline_s = time.monotonic() + ANSWER_S
+            while not answer.done():
+                if self.process.poll() is not None or time.monotonic() > deadline_s:
+                    self.process.kill()
+                    self.process.wait(ANSWER_S)
+                    self._directory.cleanup()
+                    raise RuntimeError(f"the process of {self.key} did not start ({self.process.returncode})")
+                wait([answer], LOOK_S)
+            self._connection = answer.result()
         self._numbers = itertools.count()
         self._waiting: dict[int, Future[Any]] = {-1: Future()}
         self._lock = threading.Lock()
@@ -130,9 +172,15 @@ class _Child:
             self._memory[which] = memoryview(mapped)
             address = importlib.import_module("numpy").frombuffer(mapped, dtype="uint8").ctypes.data
             regions[which] = Region(address, region_bytes, fd)
-        module = importlib.import_module(f"kvmesh.transceiver.channels.{backend}")
-        self.channel = module.create(
-            regions["send"], regions["receive"], name=name, bind_host="127.0.0.1", connect_timeout_s=CONNECT_S
+        library, _, choice = backend.partition("-")
+        self.channel: Any = create_channel(
+            library.upper(),  # type: ignore[arg-type]
+            regions["send"],
+            regions["receive"],
+            name=name,
+            bind_host="127.0.0.1",
+            connect_timeout_s=CONNECT_S,
+            choice=choice or "auto",  # type: ignore[arg-type]
         )
         self._controls: dict[int, MoveControl] = {}
         self._incoming: dict[int, Any] = {}

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from kvmesh.config import WorkerSettings
 from kvmesh.config.transfer_backend import ServerFacts, resolve_backend
 
-__all__ = ["Launch", "find_mpiexec", "plan_launch"]
+__all__ = ["MPIEXEC_OPTIONS", "Launch", "find_mpiexec", "plan_launch"]
 
 MPIEXEC_OPTIONS = ("-launcher", "fork", "-rmk", "user", "-localhost", "127.0.0.1", "-n", "1")
 """One process, here, whatever batch system this runs in and whatever this host is called."""
