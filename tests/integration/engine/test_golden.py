@@ -70,3 +70,13 @@ def test_sixteen_requests_in_a_cache_for_four(
         check(answer, item)
     assert bench.executor.counters.preemptions > 0
     bench.check_idle()
+
+
+def test_three_ranks_of_three_heads(make_engine: Make, request_of: Make, golden: list[dict[str, Any]]) -> None:
+    """Nine query heads over three KV heads, weights cut at quantised blocks; one prompt alone, then all in chunks."""
+    bench = make_engine(model=DEFAULT_MODEL, cache=BLOCK_32, max_num_tokens=48, tensor_parallel_size=3)
+    check(bench.run(request_of("alone", tokens(golden[0]), max_tokens=64))[0], golden[0])
+    requests = [request_of(f"r{i}", tokens(item), max_tokens=64) for i, item in enumerate(golden)]
+    for answer, item in zip(bench.run(*requests), golden, strict=True):
+        check(answer, item)
+    bench.check_idle()
