@@ -19,7 +19,7 @@ __all__ = [
     "RuntimeName",
     "ServerFacts",
     "TransceiverConfigError",
-    "nixl_is_installed",
+    "installed_backends",
     "refuse_unbuilt",
     "resolve",
     "resolve_backend",
@@ -39,6 +39,21 @@ ENVIRONMENT_SELECTORS: Final[tuple[tuple[str, BackendName], ...]] = (
 
 INFLIGHT_CANCEL_VARIABLE: Final = "TRTLLM_DISAGG_ENABLE_INFLIGHT_CANCEL"
 
+
+class _Library(NamedTuple):
+    name: str
+    modules: tuple[str, ...]
+    """Any of which will do."""
+    extra: str
+
+
+LIBRARIES: Final[Mapping[BackendName, _Library]] = {
+    "NIXL": _Library("NIXL", ("nixl_cu13", "nixl_cu12"), "engine"),
+    "UCX": _Library("ucxx", ("ucxx",), "ucx"),
+    "MOONCAKE": _Library("Mooncake's transfer engine", ("mooncake",), "mooncake"),
+    "MPI": _Library("mpi4py and MPICH", ("mpi4py",), "mpi"),
+}
+
 PYTHON_BACKENDS: Final[frozenset[BackendName]] = frozenset({"NIXL", "BUILTIN"})
 
 
@@ -51,7 +66,8 @@ class ServerFacts:
     """What the decision needs to know about the server beside its ``cache_transceiver_config``."""
 
     pool_device: Literal["cpu", "cuda"] = "cpu"
-    nixl_installed: bool = True
+    installed: frozenset[BackendName] = frozenset({"BUILTIN", "NIXL", "UCX", "MOONCAKE", "MPI"})
+    """The backends whose library is there."""
     model_runtime: RuntimeName | None = None
     """The runtime that the model declares as its preference."""
     mamba_manager: Literal["v2_hybrid", "cpp", "mixed"] | None = None
@@ -70,9 +86,13 @@ class Resolved(NamedTuple):
     warnings: tuple[str, ...] = ()
 
 
-def nixl_is_installed() -> bool:
-    """Whether a NIXL wheel can be imported, without importing it."""
-    return any(importlib.util.find_spec(name) is not None for name in ("nixl_cu13", "nixl_cu12"))
+def installed_backends() -> frozenset[BackendName]:
+    """The backends whose library is installed; none is imported."""
+    return frozenset({"BUILTIN"}) | {
+        backend
+        for backend, library in LIBRARIES.items()
+        if any(importlib.util.find_spec(module) is not None for module in library.modules)
+    }
 
 
 def resolve(config: CacheTransceiverConfig, environment: Mapping[str, str], facts: ServerFacts) -> Resolved | None:
@@ -85,10 +105,12 @@ def resolve(config: CacheTransceiverConfig, environment: Mapping[str, str], fact
         return None
     backend, backend_warnings = resolve_backend(config, environment, facts)
     runtime, runtime_warnings = resolve_runtime(config, environment, facts, backend)
-    if backend == "NIXL" and not facts.nixl_installed:
+    if backend not in facts.installed:
+        library = LIBRARIES[backend]
         raise TransceiverConfigError(
-            "cache_transceiver_config.backend resolves to NIXL but no NIXL library is installed; "
-            "run `pip install 'kvmesh[engine]'`" + ("" if facts.pool_device == "cuda" else ", or set backend: DEFAULT")
+            f"cache_transceiver_config.backend resolves to {backend}, which needs {library.name}; "
+            f"run `pip install 'kvmesh[{library.extra}]'`"
+            + ("" if facts.pool_device == "cuda" else ", or set backend: DEFAULT")
         )
     return Resolved(backend, runtime, backend_warnings + runtime_warnings)
 

@@ -12,7 +12,7 @@ from kvmesh.config.transfer_backend import (
     Resolved,
     ServerFacts,
     TransceiverConfigError,
-    nixl_is_installed,
+    installed_backends,
     refuse_unbuilt,
     resolve,
 )
@@ -84,7 +84,7 @@ def create_transceiver(
     environment = os.environ if environment is None else environment
     if facts is None:
         on_cuda = any(pool.device == "cuda" for pool in pools)
-        facts = ServerFacts(pool_device="cuda" if on_cuda else "cpu", nixl_installed=nixl_is_installed())
+        facts = ServerFacts(pool_device="cuda" if on_cuda else "cpu", installed=installed_backends())
     resolved = resolve(config, environment, facts)
     if resolved is None:
         return None

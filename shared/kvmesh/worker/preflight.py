@@ -15,7 +15,7 @@ from kvmesh.config.startup import refuse_impossible, refuse_unsupported
 from kvmesh.config.transfer_backend import (
     ServerFacts,
     TransceiverConfigError,
-    nixl_is_installed,
+    installed_backends,
     refuse_unbuilt,
     resolve,
 )
@@ -43,7 +43,7 @@ def check_settings(settings: WorkerSettings) -> None:
         refuse_v2_only(settings.kv_cache_config)
     transfers = settings.cache_transceiver_config
     # With 'auto' the engine may still find a GPU: what only then is wrong, it says itself.
-    facts = ServerFacts(pool_device="cuda" if settings.device == "cuda" else "cpu", nixl_installed=nixl_is_installed())
+    facts = ServerFacts(pool_device="cuda" if settings.device == "cuda" else "cpu", installed=installed_backends())
     try:
         resolved = resolve(transfers, os.environ, facts)
         if resolved is not None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from kvmesh.config.transfer_backend import (
     Resolved,
     ServerFacts,
     TransceiverConfigError,
-    nixl_is_installed,
+    installed_backends,
     refuse_unbuilt,
     resolve,
 )
@@ -113,15 +115,27 @@ def test_rejections(
         decide(settings, facts, **environment)
 
 
-def test_a_missing_nixl_names_the_extra_and_nothing_takes_its_place() -> None:
-    for settings, device in [(config("NIXL"), "cpu"), (config(), "cuda")]:
-        with pytest.raises(TransceiverConfigError, match=r"pip install 'kvmesh\[engine\]'"):
-            decide(settings, ServerFacts(pool_device=device, nixl_installed=False))  # type: ignore[arg-type]
-    assert decide(config(), ServerFacts(pool_device="cpu", nixl_installed=False)).backend == "BUILTIN"
+def test_a_missing_library_names_the_extra_and_nothing_takes_its_place() -> None:
+    nothing = frozenset({"BUILTIN"})
+    for settings, device, extra in [
+        (config("NIXL"), "cpu", "engine"),
+        (config(), "cuda", "engine"),
+        (config("UCX"), "cpu", "ucx"),
+        (config("MOONCAKE"), "cuda", "mooncake"),
+        (config("MPI"), "cpu", "mpi"),
+    ]:
+        with pytest.raises(TransceiverConfigError, match=rf"pip install 'kvmesh\[{extra}\]'"):
+            decide(settings, ServerFacts(pool_device=device, installed=nothing))  # type: ignore[arg-type]
+    assert decide(config(), ServerFacts(pool_device="cpu", installed=nothing)).backend == "BUILTIN"  # type: ignore[arg-type]
 
 
-def test_nixl_is_found_without_importing_it() -> None:
-    assert isinstance(nixl_is_installed(), bool)
+def test_libraries_are_found_without_importing_them() -> None:
+    code = (
+        "import sys; from kvmesh.config.transfer_backend import installed_backends;"
+        "assert 'BUILTIN' in installed_backends();"
+        "assert not {'nixl_cu13', 'nixl_cu12', 'ucxx', 'mooncake', 'mpi4py'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 # T4 and the static rejections of pipelined transfer.

@@ -81,7 +81,7 @@ def test_the_transceiver_says_what_it_is_and_closes_twice(
     [
         ("DEFAULT", {"transceiver_runtime": "CPP", "max_tokens_in_buffer": 3}, {}, "is 3, less than the 8 tokens"),
         ("DEFAULT", {}, {"cluster_secret": b""}, "cluster secret"),
-        ("NIXL", {}, {"facts": ServerFacts(nixl_installed=False)}, r"kvmesh\[engine\]"),
+        ("NIXL", {}, {"facts": ServerFacts(installed=frozenset({"BUILTIN"}))}, r"kvmesh\[engine\]"),
         ("DEFAULT", {}, {"layout": PageLayout.build(
             CacheRequirements((LayerCacheSpec(layer_index=0, num_kv_heads=2, head_dim=64, dtype="float32"),)), 8
         )}, "not those of the layout"),

@@ -73,8 +73,8 @@ def test_what_no_model_makes_possible(fields: dict[str, Any], says: str) -> None
 
 
 def test_a_backend_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "nixl_is_installed", lambda: False)
-    with pytest.raises(ConfigError, match=r"no NIXL library is installed; run `pip install"):
+    monkeypatch.setattr(preflight, "installed_backends", lambda: frozenset({"BUILTIN"}))
+    with pytest.raises(ConfigError, match=r"needs NIXL; run `pip install"):
         check_settings(settings(cache_transceiver_config=CacheTransceiverConfig(backend="NIXL")))
 
 
