@@ -18,7 +18,14 @@ from kvmesh.kernels.layers import (
 from kvmesh.kernels.library import KernelError
 from kvmesh.kernels.page_lists import PageList, gather_lists, scatter_lists, scatter_lists_checksummed
 from kvmesh.kernels.paged import PagedKv
-from kvmesh.kernels.pages import checksum_pages, copy_pages, copy_pages_checksummed, gather_pages, scatter_pages
+from kvmesh.kernels.pages import (
+    checksum_pages,
+    copy_pages,
+    copy_pages_checksummed,
+    gather_pages,
+    page_bounds,
+    scatter_pages,
+)
 from kvmesh.kernels.program import Program
 from kvmesh.kernels.quantized import (
     QuantizedWeight,
@@ -48,6 +55,7 @@ __all__ = [
     "gather_pages",
     "gelu_tanh_and_mul",
     "get_num_threads",
+    "page_bounds",
     "paged_attention",
     "philox_uint32",
     "quantized_linear",

@@ -7,13 +7,25 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvmesh.kernels import _native
 from kvmesh.kernels.checks import call_cuda, require
 from kvmesh.kernels.library import KernelError, check, load_cpu
 
-__all__ = ["PageIds", "checksum_pages", "copy_pages", "copy_pages_checksummed", "gather_pages", "scatter_pages"]
+__all__ = [
+    "PageIds",
+    "checksum_pages",
+    "copy_pages",
+    "copy_pages_checksummed",
+    "gather_pages",
+    "page_bounds",
+    "scatter_pages",
+]
 
 PageIds = npt.NDArray[np.int32] | Tensor
 """A numpy array where the pages are in host memory, a CUDA tensor (int32) where they are in GPU memory."""
+
+page_bounds = _native.page_ids_bounds
+"""(lowest, highest) of a contiguous int32 array, (0, -1) of an empty one: some microseconds less than numpy takes."""
 
 _cpu = load_cpu()
 _gather_pages = _cpu.kernel("gather_pages")
@@ -172,7 +184,11 @@ def _ids(page_ids: PageIds) -> int:
     if isinstance(page_ids, Tensor):
         if page_ids.dtype is torch.int32 and page_ids.is_contiguous() and page_ids.is_cuda:
             return page_ids.data_ptr()
-    elif page_ids.dtype == np.int32 and page_ids.flags.c_contiguous:
-        return page_ids.ctypes.data
+    else:
+        try:
+            return _native.page_ids_address(page_ids)
+        except (TypeError, ValueError):
+            # Another type, or not contiguous.
+            pass
     msg = f"page ids must be a contiguous int32 array (or CUDA tensor), not {page_ids.dtype}"
     raise KernelError(msg)

@@ -16,7 +16,7 @@ from typing import Final
 __all__ = ["Connection", "FrameError", "tune"]
 
 MAX_QUEUED_MESSAGES: Final = 10_000
-CHUNK_BYTES: Final = 256 << 10
+CHUNK_BYTES: Final = 64 << 10
 _LENGTH: Final = struct.Struct("<I")
 
 

@@ -20,7 +20,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from kvmesh.protocol.transfer import ControlMessage
+from kvmesh.protocol.transfer import ControlMessage, ResultAck
 from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.connection import Connection, FrameError, tune
 from kvmesh.transceiver.types import PeerKey
@@ -75,6 +75,7 @@ class Control:
         self._lock = threading.Lock()
         self._actions: deque[Callable[[], None]] = deque()
         self._closing = False
+        self._acknowledgements: deque[tuple[Route, ResultAck]] = deque()
         self._asking: dict[bytes, Connection] = {}
         self._asked: dict[str, _Asked] = {}
         self._watched: dict[int, PeerKey] = {}
@@ -109,7 +110,17 @@ class Control:
         self._thread.start()
 
     def send(self, route: Route, message: ControlMessage) -> None:
-        """Send without waiting, from any thread; dropped (and counted) when there is no connection to ``route``."""
+        """Send without waiting, from any thread; dropped (and counted) when there is no connection to ``route``.
+
+        An acknowledgement follows what it answers to only when that has been handled: an executor that it has woken
+        need not wait while it is sent.
+        """
+        if type(message) is ResultAck and threading.current_thread() is self._thread:
+            self._acknowledgements.append((route, message))
+        else:
+            self._send(route, message)
+
+    def _send(self, route: Route, message: ControlMessage) -> None:
         with self._lock:
             connection = self._asking.get(route) if isinstance(route, bytes) else self._asked.get(route)
         if connection is None or not connection.send(self._encoder.encode(message)):
@@ -188,6 +199,8 @@ class Control:
                 for source, events in self._poller.poll():
                     if (handle := self._sources.get(source)) is not None:
                         handle(events)
+                        while self._acknowledgements:
+                            self._send(*self._acknowledgements.popleft())
         except BaseException as error:
             self.error = error
             raise

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvmesh.cache.layout import PageLayout
 from kvmesh.transceiver.planes.base import Part
 from kvmesh.transceiver.routes import Route
-from kvmesh.transceiver.runs import MissingPageError, pair_pages, select
+from kvmesh.transceiver.runs import MissingPageError, all_are_pages, pair_pages, select
 from kvmesh.transceiver.types import PageIds
 
 __all__ = [
@@ -95,13 +95,18 @@ def choose_sources(
     groups = 1 + max(route.receiver_group for route in routes)
     if len(first_block) != groups or len(wanted) != groups:
         raise MissingPageError(f"pages of {len(wanted)} layer groups are wanted, the receiver's layout has {groups}")
-    sources: list[Source] = []
-    for route in routes:
-        ids, tiers = held[route.owner_group]
-        first = first_block[route.receiver_group]
-        moving = pair_pages(ids, first, wanted[route.receiver_group])
-        sources.append(Source(select(ids[first:], moving), None if tiers is None else tiers[first:][moving]))
-    return sources
+    return [
+        _source(held[route.owner_group], first_block[route.receiver_group], wanted[route.receiver_group])
+        for route in routes
+    ]
+
+
+def _source(held: HeldPages, first_block: int, wanted: PageIds) -> Source:
+    ids, tiers = held.ids[first_block:], None if held.tiers is None else held.tiers[first_block:]
+    if 0 <= first_block == len(held.ids) - len(wanted) and all_are_pages(wanted) and all_are_pages(ids):
+        return Source(ids, tiers)
+    moving = pair_pages(held.ids, first_block, wanted)
+    return Source(select(ids, moving), None if tiers is None else tiers[moving])
 
 
 def make_parts(

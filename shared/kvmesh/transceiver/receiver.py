@@ -35,7 +35,7 @@ from kvmesh.transceiver.links import Link, Links, LinkState
 from kvmesh.transceiver.local import LocalEngine
 from kvmesh.transceiver.precancel import PreCancels
 from kvmesh.transceiver.pulling import Pulling
-from kvmesh.transceiver.runs import encode_pages, select
+from kvmesh.transceiver.runs import encode_pages, only_pages
 from kvmesh.transceiver.sessions import ReceiveSession
 from kvmesh.transceiver.states import ReceiveEvent, SessionState, next_receive_status
 from kvmesh.transceiver.table import SessionTable
@@ -166,7 +166,7 @@ class ReceiverSide:
             raise ValueError(f"first blocks of {len(first_block)} layer groups for a layout of {engine.num_groups}")
         pages = engine.leased_pages(lease, num_tokens)
         wanted = [ids[first:] for ids, first in zip(pages, first_block, strict=True)]
-        local = [select(ids, ids >= 0) for ids in wanted]
+        local = [only_pages(ids) for ids in wanted]
         session = ReceiveSession(
             transfer_id=transfer_id,
             request_id=request_id,

@@ -8,14 +8,17 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvmesh.kernels import ops
 from kvmesh.transceiver.types import PageIds
 
 __all__ = [
     "MissingPageError",
     "PageRun",
+    "all_are_pages",
     "contiguous_runs",
     "decode_pages",
     "encode_pages",
+    "only_pages",
     "pair_pages",
     "select",
 ]
@@ -70,6 +73,16 @@ def pair_pages(held: PageIds, first_block: int, wanted: PageIds) -> NDArray[np.b
         first_missing = first_block + int(missing.argmax())
         raise MissingPageError(f"block {first_missing} is wanted but the owner holds it no more")
     return moving
+
+
+def all_are_pages(ids: PageIds) -> bool:
+    """Whether no id is negative."""
+    return ops.page_bounds(ids)[0] >= 0
+
+
+def only_pages(ids: PageIds) -> PageIds:
+    """Without negative ids; the list itself where there are none, as mostly."""
+    return ids if all_are_pages(ids) else ids[ids >= 0]
 
 
 def select(pages: PageIds, chosen: NDArray[np.bool_]) -> PageIds:

@@ -18,7 +18,7 @@ from kvmesh.transceiver.parts import HeldPages, choose_sources, make_parts
 from kvmesh.transceiver.peers import Receivers, watch_process
 from kvmesh.transceiver.planes.base import MoveJob
 from kvmesh.transceiver.precancel import PreCancels
-from kvmesh.transceiver.runs import MissingPageError, decode_pages, select
+from kvmesh.transceiver.runs import MissingPageError, decode_pages, only_pages
 from kvmesh.transceiver.serving import Serving
 from kvmesh.transceiver.sessions import Piece, SendSession
 from kvmesh.transceiver.states import InvalidTransitionError, SendEvent, next_send_status
@@ -249,7 +249,7 @@ class SenderSide:
         theirs, routes = self.receivers.pairing(peer)
         wanted = [decode_pages(data) for data in request.dst_pages]
         sources = choose_sources(routes, session.held, request.first_block, wanted)
-        targets = [select(ids, ids >= 0) for ids in wanted]
+        targets = [only_pages(ids) for ids in wanted]
         parts = make_parts(routes, sources, targets, owner=self._engine.layout, receiver=theirs, side="owner")
         session.num_pages = sum(map(len, targets))
         session.num_bytes = sum(part.total_bytes for part in parts)

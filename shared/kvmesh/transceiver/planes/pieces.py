@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-import numpy as np
-
+from kvmesh.kernels import ops
 from kvmesh.transceiver.planes.base import Part, PlaneError
 
 __all__ = ["RemotePages", "check_remote", "piece_slices"]
@@ -47,8 +46,8 @@ def check_remote(parts: Sequence[Part], pools: Sequence[RemotePages]) -> None:
                 f"bytes {part.remote_offset} to {part.remote_offset + part.nbytes} are outside the peer's pages of "
                 f"{pool.page_bytes} bytes"
             )
-        # As unsigned numbers negative ones are large.
-        if len(part.remote) and int(part.remote.view(np.uint32).max()) >= pool.num_pages:
+        lowest, highest = ops.page_bounds(part.remote)
+        if lowest < 0 or highest >= pool.num_pages:
             raise PlaneError(
                 f"pages outside the peer's pool {part.remote_pool} of {pool.num_pages} pages are asked for"
             )
