@@ -90,6 +90,9 @@ class WorkerSettings(TracedSettings):
     """Deadline of one request in seconds."""
     max_queue: Annotated[int, Field(gt=0)] = 1024
     """Most requests that wait for admission; more are answered 429."""
+    max_unread_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of its cache that a context server lends to finished prompts until they are fetched. Beyond it prompts
+    start one at a time, so that a generation server that never fetches does not starve the others."""
     kv_cache_config: KvCacheConfig = Field(default_factory=KvCacheConfig)
     """The KV cache."""
     cache_transceiver_config: CacheTransceiverConfig = Field(default_factory=CacheTransceiverConfig)

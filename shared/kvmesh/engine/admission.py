@@ -1,14 +1,15 @@
 """Who comes from the queue into a step: suspended sequences, prompts to be received, and first chunks of new prompts.
 
 The queue is served in order of rank. The first that gets no pages ends it, so that nobody is overtaken for want of
-pages; passed over are only those that wait for a seat, for tokens of the step's budget, or for a prefix that another
-sequence is computing.
+pages; passed over are only those that wait for a seat, for tokens of the step's budget, for a prefix that another
+sequence is computing, or for the readers of prompts before them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvmesh.engine.credits import ContextCredits
 from kvmesh.engine.paging import Pages
 from kvmesh.engine.plan import Chunk, SchedulerLimits, StepBudget, StepPlan, chunk_length
 from kvmesh.engine.prefixes import UnfinishedPrefixes
@@ -31,13 +32,17 @@ class Admission:
         pages: where pages come from.
         queues: who runs and who waits.
         room: makes others give way.
+        lending: holds prompts back whose pages might not be fetched; None: none are.
     """
 
-    def __init__(self, limits: SchedulerLimits, pages: Pages, queues: Queues, room: Room) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, pages: Pages, queues: Queues, room: Room, lending: ContextCredits | None = None
+    ) -> None:
         self._limits = limits
         self._pages = pages
         self._queues = queues
         self._room = room
+        self._credits = lending
         self._peak = PeakPages(pages.pages_needed, pages.tokens_per_block, limits.max_num_tokens)
         self._block = pages.pages_needed(history=0, capacity=1)
         self._refusal: tuple[int, list[int]] | None = None
@@ -80,6 +85,8 @@ class Admission:
         prefixes: UnfinishedPrefixes | None = None
         deferred = 0
         queue = list(self._queues.waiting)
+        if self._credits is not None:
+            self._credits.begin_pass()
         if budget.tokens <= 0 or seats <= 0 or len(plan.chunks) >= limit:
             queue = [seq for seq in queue if seq.awaits_transfer or seq.phase is Phase.SUSPENDED or forced]
         for seq in queue:
@@ -93,6 +100,8 @@ class Admission:
                 if receiver_seats <= 0 or seq.phase is Phase.SUSPENDED:
                     return
                 continue
+            elif not self._may_begin(seq):
+                continue
             elif seq.phase is Phase.WAITING and self._limits.prefix_aware:
                 prefixes = prefixes or self._unfinished_prefixes()
                 if self._is_deferred(seq, prefixes):
@@ -100,12 +109,20 @@ class Admission:
                     if deferred == MAX_DEFERRED:
                         return
                     continue
+            lends = self._credits is not None and self._credits.concerns(seq)
             if not self._serve(seq, plan, budget, forced=False):
                 return
+            if lends and self._credits is not None:
+                self._credits.began(seq, self._queues.running)
             receiver_seats -= 1
             seats -= seq.phase is Phase.RUNNING
             if prefixes is not None and seq.phase is Phase.RUNNING and not seq.is_decoding:
                 prefixes.add(self._pages.block_keys(seq))
+
+    def _may_begin(self, seq: Sequence) -> bool:
+        if self._credits is None or not self._credits.concerns(seq):
+            return True
+        return self._credits.permits(seq, self._queues.running)
 
     def _serve(self, seq: Sequence, plan: StepPlan, budget: StepBudget, *, forced: bool) -> bool:
         if seq.awaits_transfer:

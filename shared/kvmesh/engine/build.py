@@ -24,6 +24,7 @@ from kvmesh.config.worker import DEFAULT_CPU_MEMORY_BYTES
 from kvmesh.engine.channel import MessageChannel
 from kvmesh.engine.context_cap import context_kv_cap, has_context_workspace
 from kvmesh.engine.executor import Executor
+from kvmesh.engine.credits import ContextCredits
 from kvmesh.engine.intake import Intake, IntakeLimits
 from kvmesh.engine.loading import load, take_threads
 from kvmesh.engine.loop import EngineLoop
@@ -257,7 +258,8 @@ def _build_with(
     limits = _limits(settings, model, manager, transfers=transceiver is not None)
     sampler = Sampler(model.config.eos_token_ids)
     pages = SequencePages(manager)
-    scheduler = Scheduler(_scheduler_limits(settings, model, layout), pages)
+    lending = None if transceiver is None else _credits(settings, manager, pages, transceiver, clock)
+    scheduler = Scheduler(_scheduler_limits(settings, model, layout), pages, lending)
     addresses = [pool.address for pool in manager.pools]
     scratch_groups = split_groups_of(layout, swa_scratch_reuse=settings.kv_cache_config.enable_swa_scratch_reuse)
     desk = None if transceiver is None else _desk(settings, transceiver, layout, device, waiter, clock)
@@ -404,6 +406,20 @@ def _desk(
 
 def _settled() -> None:
     """On a CPU, what was computed is in the pages."""
+def _credits(
+    settings: WorkerSettings, manager: CacheManager, pages: SequencePages, transceiver: Transceiver, clock: Clock
+) -> ContextCredits:
+    timeout_ms = settings.cache_transceiver_config.kv_transfer_timeout_ms
+    return ContextCredits(
+        settings.max_unread_share,
+        [pool.total for pool in manager.stats().pools],
+        pages,
+        float("inf") if timeout_ms is None else timeout_ms / 1e3,
+        transceiver.is_unread,
+        clock,
+    )
+
+
 
 
 def _scheduler_limits(settings: WorkerSettings, model: CausalLM, layout: PageLayout) -> SchedulerLimits:

@@ -188,9 +188,17 @@ class Executor:
         return StepOutcome(bool(plan.chunks), bool(plan.refused), made_way)
 
     def next_deadline_in_s(self) -> float | None:
-        """Seconds until the next request deadline, None when no live sequence has one."""
+        """Seconds until the next request deadline, or until a prompt that was held back may begin; None: neither."""
         next_s = self._deadlines.next_s()
-        return None if next_s is None else max(0.0, next_s - self._clock.monotonic_s())
+        times = [] if next_s is None else [max(0.0, next_s - self._clock.monotonic_s())]
+        if (held_back_s := self._scheduler.held_back_for_s()) is not None:
+            times.append(held_back_s)
+        return min(times, default=None)
+
+    @property
+    def num_held_back(self) -> int:
+        """Context prompts that wait until prompts before them are read; part of :attr:`num_waiting`."""
+        return self._scheduler.num_held_back
 
     def await_transfer(self, outcome: StepOutcome, bound_s: float) -> bool:
         """After an iteration without work: wait for a transfer that holds up everything else, ``bound_s`` at most.

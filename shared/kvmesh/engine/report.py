@@ -198,6 +198,7 @@ class EngineReporter:
             running=self._running,
             waiting=executor.num_waiting,
             suspended=executor.num_suspended,
+            held_back=executor.num_held_back,
             in_transfer=executor.num_receiving,
             pages_total=cache.total,
             pages_free=cache.free,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from itertools import islice
 
 from kvmesh.engine.admission import MAX_DEFERRED, Admission
+from kvmesh.engine.credits import ContextCredits
 from kvmesh.engine.paging import Pages
 from kvmesh.engine.plan import Chunk, SchedulerLimits, SchedulerPolicy, StepBudget, StepPlan, chunk_length
 from kvmesh.engine.queues import Queues
@@ -34,14 +35,16 @@ class Scheduler:
     Args:
         limits: bounds of one step.
         pages: where pages come from.
+        lending: holds prompts back whose pages might not be fetched; None: none are.
     """
 
-    def __init__(self, limits: SchedulerLimits, pages: Pages) -> None:
+    def __init__(self, limits: SchedulerLimits, pages: Pages, lending: ContextCredits | None = None) -> None:
         self._limits = limits
         self._pages = pages
+        self._credits = lending
         self._queues = Queues()
         self._room = Room(self._queues, pages, limits.policy)
-        self._admission = Admission(limits, pages, self._queues, self._room)
+        self._admission = Admission(limits, pages, self._queues, self._room, lending)
 
     @property
     def waiting(self) -> list[Sequence]:
@@ -52,6 +55,15 @@ class Scheduler:
     def running(self) -> list[Sequence]:
         """By rank: running and receiving sequences."""
         return self._queues.running
+
+    @property
+    def num_held_back(self) -> int:
+        """Context prompts that wait until prompts before them are read."""
+        return 0 if self._credits is None else self._credits.num_held_back
+
+    def held_back_for_s(self) -> float | None:
+        """Seconds until one of those may begin although nobody has come; None when none is held back, or for good."""
+        return None if self._credits is None else self._credits.wait_s()
 
     def enqueue(self, seq: Sequence) -> None:
         """Queue a new sequence at its rank."""

@@ -220,6 +220,8 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     """In the queue, :attr:`suspended` included."""
     suspended: int = 0
     """In the queue with their cache kept."""
+    held_back: int = 0
+    """In the queue until prompts before them are read: these hold the share of the cache that is lent to them."""
     in_transfer: int = 0
     pages_total: int = 0
     pages_free: int = 0

@@ -176,6 +176,11 @@ class Transceiver:
         """Pages are short: let those that nobody has asked for move to colder tiers; returns of how many transfers."""
         return self._sender.waiting.let_move()
 
+    def is_unread(self, transfer_id: int) -> bool:
+        """Whether pages are on offer under this id, and nobody has come for them."""
+        session = self._sender.table.open.get(transfer_id)
+        return session is not None and session.peer is None
+
     def check_context_transfer_status(self, at_least: int) -> TransferPoll:
         """What ended on the context side since the last call; releases the leases of what is over.
 
