@@ -54,7 +54,7 @@ def plan_mesh(mesh: MeshSettings, *, cluster_secret: str, cpu_count: int) -> Mes
     Args:
         mesh: the settings.
         cluster_secret: signs transfer tickets.
-        cpu_count: cores of the machine, shared evenly among the workers' engines.
+        cpu_count: cores of the machine, shared evenly among the ranks of all workers.
     """
     coordinator = _filled(_with_shared(mesh, mesh.coordinator), lease_s=mesh.lease_s)
     coordinator_url = _url(coordinator.host, coordinator.port)
@@ -68,10 +68,10 @@ def plan_mesh(mesh: MeshSettings, *, cluster_secret: str, cpu_count: int) -> Mes
     )
     seats = _seats(mesh)
     told = {"coordinator_url": coordinator_url, "cluster_secret": cluster_secret}
-    ranks = [seat.template.dp_size for seat in seats]
-    before = [0, *accumulate(ranks)]  # engines of the workers before each one
+    before = [0, *accumulate(seat.template.dp_size for seat in seats)]  # engines of the workers before each one
+    ranks = [seat.template.world_size for seat in seats]
     workers = tuple(
-        _worker(mesh, seat, before[index], {**told, "num_threads": max(1, cpu_count * ranks[index] // before[-1])})
+        _worker(mesh, seat, before[index], {**told, "num_threads": max(1, cpu_count * ranks[index] // sum(ranks))})
         for index, seat in enumerate(seats)
     )
     return MeshPlan(coordinator, indexer, router, workers)
@@ -97,22 +97,24 @@ def _worker(mesh: MeshSettings, seat: _Seat, first_rank: int, told: dict[str, An
             "role": seat.role,
             "instance_id": seat.name,
             "port": seat.port,
-            "kv_cache_config": _with_events(mesh, template.kv_cache_config, first_rank),
+            "kv_cache_config": _with_events(mesh, template, first_rank),
             "cache_transceiver_config": _filled(template.cache_transceiver_config, backend="DEFAULT"),
             "events": _filled(template.events, topic_style="kv"),
         }
     )
 
 
-def _with_events(mesh: MeshSettings, cache: KvCacheConfig, first_rank: int) -> KvCacheConfig:
+def _with_events(mesh: MeshSettings, template: WorkerSettings, first_rank: int) -> KvCacheConfig:
     """The cache of a worker, publishing at ports that no other worker has.
 
     Endpoints that a section leaves out are those of the mesh. A worker's attention data-parallel ranks count up from
-    its ports, so a worker begins behind all ``first_rank`` engines of the workers before it.
+    its ports, so a worker begins behind all ``first_rank`` engines of the workers before it. Pipeline stages publish
+    none; where a section asks for them all the same, the server refuses to start.
     """
+    cache = template.kv_cache_config
     events = cache.kv_events_config
     if events is None:
-        if "kv_events_config" in cache.model_fields_set:
+        if "kv_events_config" in cache.model_fields_set or template.pipeline_parallel_size > 1:
             return cache  # a stated null means no events
         events = KVEventsConfig(enable_kv_cache_events=True)
     if events.enable_kv_cache_events:
