@@ -13,7 +13,6 @@ from kvmesh.config.kv_cache import KvCacheConfig
 from kvmesh.config.kv_events import KVEventsConfig
 from kvmesh.config.mamba_state import MambaStateConfig
 from kvmesh.config.pool_rebalance import KvPoolRebalanceConfig
-from kvmesh.config.router import RouterSettings
 from kvmesh.config.worker import WorkerSettings
 
 __all__ = [
@@ -69,7 +68,6 @@ DEFAULT_ONLY: Mapping[type[BaseModel], frozenset[str]] = {
         }
     ),
     MambaStateConfig: frozenset(MambaStateConfig.model_fields) - ALIASES[MambaStateConfig].keys(),
-    CacheTransceiverConfig: frozenset({"kv_cache_bounce_size_mb", "enable_pipelined_transfer"}),
 }  # fmt: skip
 """Accepted by the class, refused at start unless left at the default: the behaviour is not built yet."""
 
@@ -80,7 +78,6 @@ PARTIAL: Mapping[type[BaseModel], Mapping[str, Partial]] = {
     KvCacheConfig: {
         "dtype": Partial(OWN_DTYPE_ONLY, lambda dtype: dtype in ("auto", "float32", "float16", "bfloat16")),
     },
-    RouterSettings: {"schedule_style": _one_of("context_first")},
     WorkerSettings: {"context_parallel_size": _one_of(1)},
 }
 """Built for some values; any other is refused at start. ``dtype`` has one more rule, for when the model is known."""

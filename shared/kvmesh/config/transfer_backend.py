@@ -75,7 +75,7 @@ class ServerFacts:
     enable_chunked_prefill: bool = True
     cp_size: int = 1
     pp_size: int = 1
-    reuse_policy: Literal["off", "all_reusable", "per_conversation"] = "all_reusable"
+    reuse_policy: Literal["off", "all_reusable", "per_request", "per_conversation"] = "all_reusable"
 
 
 class Resolved(NamedTuple):
@@ -201,10 +201,6 @@ def refuse_unbuilt(config: CacheTransceiverConfig, resolved: Resolved) -> None:
         TransceiverConfigError: ``not supported yet: ...``, naming every such setting.
     """
     unbuilt: list[str] = []
-    if config.kv_cache_bounce_size_mb and resolved.runtime == "PYTHON":
-        unbuilt.append(f"cache_transceiver_config.kv_cache_bounce_size_mb {config.kv_cache_bounce_size_mb}")
-    if config.enable_pipelined_transfer:
-        unbuilt.append("cache_transceiver_config.enable_pipelined_transfer")
     if unbuilt:
         raise TransceiverConfigError("not supported yet: " + "; ".join(unbuilt))
 
@@ -234,8 +230,8 @@ def _pipelining_blockers(
         blockers.append("recurrent-state (Mamba, hybrid) cache managers cannot be pipelined")
     if facts.cp_size > 1:
         blockers.append(f"cp_size must be 1, not {facts.cp_size}")
-    if facts.reuse_policy == "per_conversation":
-        blockers.append("block_reuse_config.policy must be all_reusable, not per_conversation")
+    if facts.reuse_policy not in ("off", "all_reusable"):
+        blockers.append(f"block_reuse_config.policy must be all_reusable, not {facts.reuse_policy}")
     if facts.pp_size > 1:
         blockers.append(f"pipeline_parallel_size must be 1, not {facts.pp_size}")
     return blockers

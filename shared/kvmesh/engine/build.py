@@ -20,11 +20,12 @@ from kvmesh.cache.sizing import SizingError
 from kvmesh.config import ConfigError, WorkerSettings
 from kvmesh.config.cache_effects import model_settings_without_effect
 from kvmesh.config.startup import refuse_impossible, refuse_unsupported, settings_without_effect
+from kvmesh.config.transfer_facts import server_facts
 from kvmesh.config.worker import DEFAULT_CPU_MEMORY_BYTES
 from kvmesh.engine.channel import MessageChannel
 from kvmesh.engine.context_cap import context_kv_cap, has_context_workspace
-from kvmesh.engine.executor import Executor
 from kvmesh.engine.credits import ContextCredits
+from kvmesh.engine.executor import Executor
 from kvmesh.engine.intake import Intake, IntakeLimits
 from kvmesh.engine.loading import load, take_threads
 from kvmesh.engine.loop import EngineLoop
@@ -383,6 +384,7 @@ def _transceiver(
         digest=digest,
         summary=summary,
         clock=clock,
+        facts=server_facts(settings, "cuda" if any(pool.device == "cuda" for pool in pools) else "cpu"),
         waiter=waiter,
     )
 
@@ -404,8 +406,6 @@ def _desk(
     return TransferDesk(transceiver, settings.cache_transceiver_config, waiter, clock, offers)
 
 
-def _settled() -> None:
-    """On a CPU, what was computed is in the pages."""
 def _credits(
     settings: WorkerSettings, manager: CacheManager, pages: SequencePages, transceiver: Transceiver, clock: Clock
 ) -> ContextCredits:
@@ -420,6 +420,8 @@ def _credits(
     )
 
 
+def _settled() -> None:
+    """On a CPU, what was computed is in the pages."""
 
 
 def _scheduler_limits(settings: WorkerSettings, model: CausalLM, layout: PageLayout) -> SchedulerLimits:

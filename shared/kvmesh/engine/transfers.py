@@ -276,6 +276,7 @@ class TransferDesk:
         self._sending.pop(transfer_id, None)
         if (seq := self.offers.take(transfer_id)) is not None:
             return TransferEnd(seq, error)
+        aux = self.transceiver.take_aux(transfer_id)
         incoming = self._receiving.pop(transfer_id, None)
         if incoming is None:
             return None  # An outgoing one, or cancelled here before: nobody waits for it.
@@ -283,8 +284,9 @@ class TransferDesk:
         seq.timings.transfer_end_ns = self._clock.unix_ns()
         if error is not None:
             return TransferEnd(seq, error)
-        seq.timings.transfer_pages, seq.timings.transfer_bytes = size
-        return TransferEnd(seq, None, self.transceiver.take_aux(transfer_id))
+        if aux is None or not aux.finished:
+            seq.timings.transfer_pages, seq.timings.transfer_bytes = size
+        return TransferEnd(seq, None, aux)
 
     def _cancelled(self, transfer_id: int) -> ApiError:
         return _cancelled_by_peer("generation" if transfer_id in self.offers else "context")

@@ -109,7 +109,7 @@ class EarlySender:
             promise.leases.add(lease)
             piece = OutgoingSlice(
                 number=promise.num_slices,
-                span=max(spans, key=lambda span: span.first),
+                span=max(spans, key=lambda span: (span.first, span.end)),  # that of groups without a window
                 spans=list(spans),
                 held=[HeldPages(lease.page_ids(group)) for group in range(len(spans))],
                 aux=aux,

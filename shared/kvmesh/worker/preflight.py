@@ -13,12 +13,11 @@ from kvmesh.config import ConfigError, WorkerSettings
 from kvmesh.config.attention_dp import rank_memory_bytes
 from kvmesh.config.startup import refuse_impossible, refuse_unsupported
 from kvmesh.config.transfer_backend import (
-    ServerFacts,
     TransceiverConfigError,
-    installed_backends,
     refuse_unbuilt,
     resolve,
 )
+from kvmesh.config.transfer_facts import server_facts
 from kvmesh.config.v2_only import refuse_v2_only
 from kvmesh.engine.ranks.limits import cache_config_of_ranks
 from kvmesh.models.attention_windows import effective_windows
@@ -43,7 +42,7 @@ def check_settings(settings: WorkerSettings) -> None:
         refuse_v2_only(settings.kv_cache_config)
     transfers = settings.cache_transceiver_config
     # With 'auto' the engine may still find a GPU: what only then is wrong, it says itself.
-    facts = ServerFacts(pool_device="cuda" if settings.device == "cuda" else "cpu", installed=installed_backends())
+    facts = server_facts(settings, "cuda" if settings.device == "cuda" else "cpu")
     try:
         resolved = resolve(transfers, os.environ, facts)
         if resolved is not None:

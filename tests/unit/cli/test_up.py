@@ -238,7 +238,6 @@ def test_a_run_directory_that_is_none_is_one_sentence(command, argv):
     ("flags", "says"),
     [
         (("--set=context.kv_cache_config.dtype=fp8",), "not supported yet: context.kv_cache_config.dtype='fp8'"),
-        (("--set=router.schedule_style=generation_first",), "router.schedule_style='generation_first'"),
         (("--set=generation.cache_transceiver_config.backend=UCX",), "generation.cache_transceiver_config.backend"),
         (("--detach", "--set=context.kv_cache_config.dtype=fp8"), "Leave these at their defaults"),
     ],

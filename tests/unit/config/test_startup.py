@@ -139,6 +139,7 @@ def test_the_cache_has_the_data_type_of_its_model() -> None:
         {},
         {"backend": "DEFAULT"},
         {"backend": "NIXL", "transceiver_runtime": "PYTHON"},
+        {"backend": "NIXL", "enable_pipelined_transfer": True},
         {"kv_transfer_timeout_ms": 1, "kv_transfer_sender_future_timeout_ms": 1, "kv_transfer_poll_interval_ms": None},
         {"max_tokens_in_buffer": 2048},
         {"transceiver_runtime": "CPP"},
@@ -158,7 +159,6 @@ def test_transfers_that_are_built(transfer: dict[str, Any]) -> None:
     ("transfer", "named"),
     [
         ({"kv_cache_bounce_size_mb": 64}, "kv_cache_bounce_size_mb=64"),
-        ({"enable_pipelined_transfer": True}, "enable_pipelined_transfer=True"),
     ],
 )
 def test_transfers_that_are_not_built(transfer: dict[str, Any], named: str) -> None:
@@ -177,24 +177,23 @@ def test_all_blockers_are_in_one_message() -> None:
     )
 
 
-def test_generation_first_is_refused() -> None:
+@pytest.mark.parametrize("style", ["context_first", "generation_first"])
+def test_both_schedule_styles_are_built(style: str) -> None:
     """§5.3."""
-    refuse_unsupported(RouterSettings())
-    with pytest.raises(NotSupportedYetError, match="schedule_style='generation_first'"):
-        refuse_unsupported(RouterSettings(schedule_style="generation_first"))
+    refuse_unsupported(RouterSettings(schedule_style=style))
 
 
 def test_a_mesh_is_judged_as_all_its_processes() -> None:
     mesh = MeshSettings(
         context=worker({"dtype": "fp8"}),
         aggregated=worker({"dtype": "nvfp4"}),
-        router=RouterSettings(schedule_style="generation_first"),
+        generation=worker({"cross_kv_cache_fraction": 0.5}),
     )
     with pytest.raises(NotSupportedYetError) as caught:
         refuse_unsupported(mesh)
     message = str(caught.value)
     assert "context.kv_cache_config.dtype='fp8'" in message
-    assert "router.schedule_style" in message
+    assert "generation.kv_cache_config.cross_kv_cache_fraction=0.5" in message
     assert "nvfp4" not in message, "there is no unrestricted server"
 
 
@@ -326,6 +325,7 @@ def test_settings_without_effect() -> None:
     assert settings_without_effect(worker()) == []
     settings = worker({"use_uvm": True, "sink_token_length": 4}, {"max_tokens_in_buffer": 5}, tensor_parallel_size=2)
     assert settings_without_effect(settings) == [
+        "tensor_parallel_size=2",
         "kv_cache_config.sink_token_length=4",
         "kv_cache_config.use_uvm=True",
     ]

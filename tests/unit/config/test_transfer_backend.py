@@ -11,7 +11,6 @@ from kvmesh.config.transfer_backend import (
     Resolved,
     ServerFacts,
     TransceiverConfigError,
-    installed_backends,
     refuse_unbuilt,
     resolve,
 )
@@ -155,7 +154,10 @@ def test_pipelined_transfer_selects_python() -> None:
         ("NIXL", "auto", {"kv_cache_bounce_size_mb": 64}, {}, "kv_cache_bounce_size_mb must be 0, not 64"),
         ("NIXL", "auto", {}, {"enable_chunked_prefill": False}, "enable_chunked_prefill is required"),
         ("NIXL", "auto", {}, {"mamba_manager": "v2_hybrid"}, "recurrent-state"),
-        ("NIXL", "auto", {}, {"reuse_policy": "per_conversation"}, "all_reusable"),
+        ("NIXL", "auto", {}, {"reuse_policy": "per_conversation"}, "all_reusable, not per_conversation"),
+        ("NIXL", "auto", {}, {"reuse_policy": "per_request"}, "all_reusable, not per_request"),
+        ("NIXL", "auto", {}, {"cp_size": 2}, "cp_size must be 1, not 2"),
+        ("DEFAULT", None, {}, {"pool_device": "cpu"}, "the backend must be NIXL, not BUILTIN"),
         ("NIXL", "auto", {}, {"pp_size": 2}, "pipeline_parallel_size must be 1, not 2"),
     ],
 )
@@ -164,7 +166,7 @@ def test_pipelined_rejections(
 ) -> None:
     settings = config(backend, runtime, enable_pipelined_transfer=True, **fields)
     with pytest.raises(TransceiverConfigError, match=message):
-        decide(settings, ServerFacts(pool_device="cuda", **facts))
+        decide(settings, ServerFacts(**{"pool_device": "cuda", **facts}))
 
 
 def test_several_blockers_come_in_one_message() -> None:
@@ -180,7 +182,6 @@ def test_several_blockers_come_in_one_message() -> None:
     ("settings", "named"),
     [
         (config("NIXL", kv_cache_bounce_size_mb=8), ["kv_cache_bounce_size_mb 8"]),
-        (config("NIXL", enable_pipelined_transfer=True), ["enable_pipelined_transfer"]),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(settings: CacheTransceiverConfig, named: list[str]) -> None:

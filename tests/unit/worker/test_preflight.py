@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvmesh.config import CacheTransceiverConfig, ConfigError, KvCacheConfig, WorkerSettings
+from kvmesh.config import CacheTransceiverConfig, ConfigError, KvCacheConfig, WorkerSettings, transfer_facts
 from kvmesh.engine.client import EngineRefusedError, EngineStartError
 from kvmesh.models.errors import ModelError
 from kvmesh.models.store import resolve_model
-from kvmesh.worker import main, preflight
+from kvmesh.worker import main
 from kvmesh.worker.preflight import check_model, check_settings
 
 LLAMA = {
@@ -56,7 +56,10 @@ def test_the_defaults_pass(tmp_path: Path) -> None:
     ("fields", "says"),
     [
         ({"kv_cache_config": KvCacheConfig(dtype="fp8")}, r"not supported yet: kv_cache_config\.dtype='fp8'"),
-        ({"cache_transceiver_config": CacheTransceiverConfig(backend="UCX")}, r"cache_transceiver_config\.backend"),
+        (
+            {"cache_transceiver_config": CacheTransceiverConfig(backend="UCX", transceiver_runtime="PYTHON")},
+            r"only supports NIXL and the built-in plane, not UCX",
+        ),
         (
             {"cache_transceiver_config": CacheTransceiverConfig(backend="DEFAULT"), "cluster_secret": None},
             r"backend DEFAULT needs a cluster secret: set KVMESH_CLUSTER_SECRET",
@@ -73,7 +76,7 @@ def test_what_no_model_makes_possible(fields: dict[str, Any], says: str) -> None
 
 
 def test_a_backend_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "installed_backends", lambda: frozenset({"BUILTIN"}))
+    monkeypatch.setattr(transfer_facts, "installed_backends", lambda: frozenset({"BUILTIN"}))
     with pytest.raises(ConfigError, match=r"needs NIXL; run `pip install"):
         check_settings(settings(cache_transceiver_config=CacheTransceiverConfig(backend="NIXL")))
 
