@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from channel_peers import why_not
 from meshes.by_hand import Mesh
 
 from kvmesh.models.store import DEFAULT_MODEL
@@ -67,6 +68,18 @@ def test_default_backend(mesh: Mesh, golden: Items, stream: bool) -> None:
 def test_nixl_backend(nixl_mesh: Mesh, golden: Items, stream: bool) -> None:
     assert nixl_mesh["generation"].get("/server_info")["transfer_backend"] == "NIXL"
     check(nixl_mesh, golden, stream=stream)
+
+
+@pytest.mark.parametrize("backend", ["UCX", "MOONCAKE", "MPI"])
+def test_optional_backends(make_mesh: Make, golden: Items, backend: str) -> None:
+    """§2b: ``auto`` falls back to the CPP runtime, the only one that these have."""
+    if (reason := why_not(backend.lower())) is not None:
+        pytest.skip(reason)
+    transfers = {"cache_transceiver_config": {"backend": backend, "transceiver_runtime": "auto"}}
+    mesh = make_mesh({"context": transfers, "generation": transfers})
+    assert mesh["generation"].get("/server_info")["transfer_backend"] == f"CPP/{backend}"
+    check(mesh, golden, stream=False)
+    assert mesh["generation"].stats()["transfers_completed_total"] == len(golden)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

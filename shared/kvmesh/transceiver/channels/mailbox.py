@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmesh.transceiver.channels.base import Region
+from kvmesh.transceiver.channels.base import Lingering, Region
 from kvmesh.transceiver.planes.base import MoveControl, MoveStoppedError, PlaneError
 
 __all__ = ["Expected", "Mailbox", "Operation", "bytes_of", "check_span"]
@@ -32,9 +32,10 @@ class Operation:
         self._error: str | None = None
 
     def settle(self, error: str | None = None) -> None:
-        """It has ended and the library does not touch its memory any more; with an error, or well."""
-        self._error = error
-        self._ended.set()
+        """It has ended and the library does not touch its memory any more; with an error, or well. The first counts."""
+        if not self._ended.is_set():
+            self._error = error
+            self._ended.set()
 
     @property
     def ended(self) -> bool:
@@ -72,16 +73,17 @@ class Operation:
 
 
 class Expected(Operation):
-    """Bytes that a receiver expects, see :class:`kvmesh.transceiver.channels.base.Incoming`.
+    """Bytes that a receiver expects, an ``Incoming`` and a ``Lingering`` of :mod:`kvmesh.transceiver.channels.base`.
 
     Attributes:
         offset: of the room, in the receive region.
         nbytes: its size, and that of the message.
     """
 
-    def __init__(self, withdraw: Callable[[Expected], bool], offset: int, nbytes: int) -> None:
+    def __init__(self, withdraw: Callable[[Expected], bool], offset: int, nbytes: int, owner: Lingering | None) -> None:
         super().__init__()
         self._withdraw = withdraw
+        self._owner = owner
         self.offset = offset
         self.nbytes = nbytes
 
@@ -96,6 +98,10 @@ class Expected(Operation):
         """See :meth:`Incoming.cancel`."""
         return self._withdraw(self) or self.ended
 
+    def owner_is_gone(self) -> bool:
+        """See :class:`Lingering`: the message that had begun to arrive has ended, or its sender has."""
+        return self.ended or (self._owner is not None and self._owner.owner_is_gone())
+
 
 class Mailbox:
     """Expected pieces by the number of their sender and their tag. May be used from any thread."""
@@ -109,14 +115,21 @@ class Mailbox:
         """Whether any message is expected."""
         return bool(self._expected)
 
-    def expect(self, source: int, tag: int, offset: int, nbytes: int) -> Expected:
+    def expect(self, source: int, tag: int, offset: int, nbytes: int, *, owner: Lingering | None = None) -> Expected:
         """A message of ``source`` will come for this room.
+
+        Args:
+            source: number of the sender.
+            tag: of the message.
+            offset: of the room, in the receive region.
+            nbytes: of both.
+            owner: knows whether the sender lives, where the library does not end what it has left behind.
 
         Raises:
             PlaneError: one with this tag is expected already.
         """
         key = (source, tag)
-        expected = Expected(lambda one: self._withdraw(key, one), offset, nbytes)
+        expected = Expected(lambda one: self._withdraw(key, one), offset, nbytes, owner)
         with self._lock:
             if key in self._expected:
                 raise PlaneError(f"tag {tag} is in use")

@@ -22,6 +22,8 @@ from kvmesh.net.address import reachable_host
 from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.channels.base import BackendName, Region, Side
 from kvmesh.transceiver.channels.mailbox import check_span
+from kvmesh.transceiver.channels.written import WrittenByOwner
+from kvmesh.transceiver.liveness import ProcessIdentity
 from kvmesh.transceiver.planes.base import MoveControl, MoveStoppedError, PlaneError
 from kvmesh.transceiver.types import PeerKey
 from kvmesh.transceiver.ucx_environment import is_loopback
@@ -38,8 +40,8 @@ FIRST_POLL_S: Final = 100e-6
 POLL_S: Final = 0.001
 """A piece of several MiB takes some milliseconds over TCP."""
 PROBE_BYTES: Final = 64
-DRAIN_S: Final = 0.25
-"""For what a dead sender left in this host's socket buffers (some MiB) to reach the room it was sent to."""
+DRAIN_S: Final = 0.5
+"""For what a dead sender has left in this host's socket buffers, some MiB, to reach the room it was sent to."""
 CLOSE_S: Final = 5.0
 NEVER_S: Final = "86400"
 
@@ -52,14 +54,13 @@ class _Descriptor(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
     probe_address: int
     """Of a few bytes that a peer writes to try the connection."""
+    process: ProcessIdentity
 
 
 @dataclass(slots=True, eq=False)
 class _Peer:
     remote: _Descriptor
     sides: set[Side] = field(default_factory=set)
-    given_up: bool = False
-    """Whether something that was given up may still land."""
 
 
 class MooncakeChannel:
@@ -100,7 +101,11 @@ class MooncakeChannel:
             if code := self._engine.register_memory(address, nbytes):
                 raise PlaneError(f"Mooncake cannot register {nbytes} bytes of memory (code {code})")
         self._descriptor = _Descriptor(
-            f"{host}:{self._engine.get_rpc_port()}", receive.address, receive.nbytes, self._probe.ctypes.data
+            f"{host}:{self._engine.get_rpc_port()}",
+            receive.address,
+            receive.nbytes,
+            self._probe.ctypes.data,
+            ProcessIdentity.current(),
         )
         if is_loopback(bind_host):
             self._log.warning(
@@ -134,14 +139,12 @@ class MooncakeChannel:
     def detach(self, peer: PeerKey) -> None:
         """See :meth:`Channel.detach`."""
         with self._lock:
-            known = self._peers.pop(peer, None)
-        if known is not None and known.given_up:
-            time.sleep(DRAIN_S)
+            self._peers.pop(peer, None)
 
     def expect(self, peer: PeerKey, tag: int, offset: int, nbytes: int) -> _Incoming:  # noqa: ARG002
         """See :meth:`Channel.expect`. The owner's library finds the room by its address."""
         check_span(self._receive_region, offset, nbytes)
-        return _Incoming(self._attached(peer))
+        return _Incoming(self._attached(peer).remote.process)
 
     def send(
         self,
@@ -246,21 +249,29 @@ class MooncakeChannel:
             raise PlaneError(f"writing to {peer} failed (Mooncake's status {status})")
 
 
-class _Incoming:
-    """A room that the owner writes into; nothing here tells when."""
+class _Incoming(WrittenByOwner):
+    """A room that the owner writes into.
 
-    def __init__(self, peer: _Peer) -> None:
-        self._peer = peer
+    What a dead owner had sent may still lie in this host's socket buffers, from where our own library brings it into
+    the room: it takes a moment more than the owner's death until the room is quiet.
+    """
+
+    def __init__(self, owner: ProcessIdentity) -> None:
+        super().__init__(owner)
+        self._gone_s: float | None = None
 
     def wait(self, control: MoveControl) -> None:
-        """See :meth:`Incoming.wait`: the owner says "sent" after our own library has acknowledged the write."""
+        """See :meth:`Incoming.wait`: our own library has acknowledged the write before the owner says "sent"."""
         if control.stopped:
             raise MoveStoppedError
 
-    def cancel(self) -> bool:
-        """See :meth:`Incoming.cancel`. Only the owner knows whether it still writes."""
-        self._peer.given_up = True
-        return False
+    def owner_is_gone(self) -> bool:
+        """See :class:`Lingering`."""
+        if self._gone_s is None:
+            if not super().owner_is_gone():
+                return False
+            self._gone_s = time.monotonic()
+        return time.monotonic() - self._gone_s > DRAIN_S
 
 
 def prepare_mooncake(environment: MutableMapping[str, str], connect_timeout_s: float) -> None:

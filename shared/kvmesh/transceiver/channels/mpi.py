@@ -23,6 +23,8 @@ from kvmesh.transceiver.channels.base import BackendName, Region, Side
 from kvmesh.transceiver.channels.mailbox import Expected, Mailbox, Operation, bytes_of, check_span
 from kvmesh.transceiver.channels.mpi_library import TAG_MASK, MpiError, connect_bounded, load_mpi
 from kvmesh.transceiver.channels.mpi_meeting import Meeting, announce
+from kvmesh.transceiver.channels.written import WrittenByOwner
+from kvmesh.transceiver.liveness import ProcessIdentity
 from kvmesh.transceiver.planes.base import MoveControl, MoveStoppedError, PlaneError
 from kvmesh.transceiver.types import PeerKey
 
@@ -49,6 +51,7 @@ class _Descriptor(msgspec.Struct, frozen=True, array_like=True):
     host: str
     port: int
     token: bytes
+    process: ProcessIdentity
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +68,8 @@ class _Peer:
     sides: set[Side] = field(default_factory=set)
     outgoing: _Link | None = None
     incoming: _Link | None = None
+    process: WrittenByOwner | None = None
+    """Of a peer that is an owner."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +108,7 @@ class MpiChannel:
         self._peers: dict[PeerKey, _Peer] = {}
         self._posted: list[_Posted] = []
         self._left: list[_Posted] = []
-        """Posted for peers that are gone; MPI never says that they have ended."""
+        """Posted for peers that were detached; of those that have died, MPI never says that it has ended."""
         self._sources = 0
         self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._wanted = threading.Condition()
@@ -119,7 +124,7 @@ class MpiChannel:
             raise PlaneError(f"MPI did not start within {START_S:g} s") from None
         token = secrets.token_bytes(16)
         self._meeting = Meeting(bind_host, token, connect_timeout_s, self._open_port, self._accept)
-        self._descriptor = _Descriptor(*self._meeting.address, token)
+        self._descriptor = _Descriptor(*self._meeting.address, token, ProcessIdentity.current())
 
     def describe(self) -> bytes:
         """See :meth:`Channel.describe`."""
@@ -134,6 +139,7 @@ class MpiChannel:
                 return
         try:
             theirs = msgspec.msgpack.decode(descriptor, type=_Descriptor)
+            known.process = WrittenByOwner(theirs.process)
             announce(
                 (theirs.host, theirs.port),
                 theirs.token,
@@ -160,7 +166,9 @@ class MpiChannel:
         """See :meth:`Channel.expect`."""
         check_span(self._receive_region, offset, nbytes)
         link = self._link(peer, "incoming")
-        expected = self._mailbox.expect(link.source, tag & TAG_MASK, offset, nbytes)
+        known = self._peers.get(peer)
+        owner = known.process if known is not None else None
+        expected = self._mailbox.expect(link.source, tag & TAG_MASK, offset, nbytes, owner=owner)
         with self._wanted:
             self._wanted.notify()
         return expected
@@ -320,6 +328,7 @@ class MpiChannel:
         for link in links:
             while self._take(link):
                 arrived = True
+        self._left = [one for one in self._left if not self._ended(one)]
         if not self._posted:
             return arrived
         before = len(self._posted)
@@ -364,8 +373,9 @@ class MpiChannel:
             time.sleep(MOVING_S[-1][1])
         for one in self._posted:
             if one.link is link:
-                one.operation.settle(reason)
                 self._left.append(one)
+                if not one.receives:  # Into the room of a receive that has begun, its sender may yet write.
+                    one.operation.settle(reason)
         self._posted = [one for one in self._posted if one.link is not link]
         # Local in MPICH, also with requests under way; Disconnect would wait for the peer.
         link.communicator.Free()
