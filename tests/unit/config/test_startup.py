@@ -325,7 +325,6 @@ def test_settings_without_effect() -> None:
     assert settings_without_effect(worker()) == []
     settings = worker({"use_uvm": True, "sink_token_length": 4}, {"max_tokens_in_buffer": 5}, tensor_parallel_size=2)
     assert settings_without_effect(settings) == [
-        "tensor_parallel_size=2",
         "kv_cache_config.sink_token_length=4",
         "kv_cache_config.use_uvm=True",
     ]
