@@ -253,6 +253,7 @@ def _build_with(
         epoch=epoch,
         waiter=waiter,
         clock=clock,
+        max_seq_len=model.max_seq_len,
     )
     events.start()
 
@@ -369,6 +370,7 @@ def _transceiver(
     epoch: int,
     waiter: LoopWaiter,
     clock: Clock,
+    max_seq_len: int,
 ) -> Transceiver | None:
     pools = transfer_pools(manager)
     return create_transceiver(
@@ -386,6 +388,7 @@ def _transceiver(
         clock=clock,
         facts=server_facts(settings, "cuda" if any(pool.device == "cuda" for pool in pools) else "cpu"),
         waiter=waiter,
+        max_seq_len=max_seq_len,
     )
 
 

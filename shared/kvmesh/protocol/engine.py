@@ -259,6 +259,15 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     transfer_bytes_total: int = 0
     transfer_pages_total: int = 0
     transfer_pages_reused_total: int = 0
+    staging_bytes: int = 0
+    """Size of each of the two staging buffers of the CPP runtime; 0 without it."""
+    staging_send_used_bytes: int = 0
+    staging_receive_used_bytes: int = 0
+    """With rooms that stay out of use until an owner that was asked to stop has answered."""
+    staging_send_waiting: int = 0
+    """Transfers whose pages are here, and that wait for room in the send buffer."""
+    staging_receive_waiting: int = 0
+    """Transfers to here that wait for room in the receive buffer."""
     events_published_total: int = 0
     """Batches of streamed KV events."""
     events_dropped_total: int = 0

@@ -72,7 +72,7 @@ def create_transceiver(
         waiter: how polls wait, and who is told that a session has changed; by default they wait in real time.
         connect_timeout_s: bound of connection set-up.
         max_seq_len: the longest sequence in tokens, which sizes the staging buffers where the configuration does not;
-            by default as many as the pools hold.
+            never more than the pools hold.
 
     Returns:
         The transceiver, or None when ``config.backend`` is None.
@@ -104,9 +104,10 @@ def create_transceiver(
     key = PeerKey(instance_id, epoch)
     try:
         if resolved.runtime == "CPP":
-            if max_seq_len is None:
-                max_seq_len = max(pool.num_pages for pool in pools) * layout.tokens_per_block
-            size = region_size(layout, config.max_tokens_in_buffer, max_seq_len)
+            longest = max(pool.num_pages for pool in pools) * layout.tokens_per_block
+            if max_seq_len is not None:
+                longest = min(longest, max_seq_len)
+            size = region_size(layout, config.max_tokens_in_buffer, longest)
             channel = partial(
                 create_channel,
                 resolved.backend,
