@@ -70,6 +70,24 @@ def test_events_can_be_turned_off(events: KVEventsConfig | None) -> None:
     assert plan(MeshSettings(context=template)).workers[0].kv_cache_config.kv_events_config == events
 
 
+def test_pipeline_stages_publish_no_events() -> None:
+    """decisions 15; a section that asks for them is left as it is, for the server to refuse."""
+    stages = WorkerSettings(pipeline_parallel_size=2)
+    context, generation = plan(MeshSettings(context=stages)).workers
+    assert context.kv_cache_config.kv_events_config is None
+    assert generation.kv_cache_config.kv_events_config is not None
+    asked = stages.model_copy(
+        update={"kv_cache_config": KvCacheConfig(kv_events_config=KVEventsConfig(enable_kv_cache_events=True))}
+    )
+    (context, _) = plan(MeshSettings(context=asked)).workers
+    assert context.kv_cache_config.kv_events_config is not None
+
+
+def test_every_rank_gets_its_share_of_the_cores() -> None:
+    template = WorkerSettings(tensor_parallel_size=3)
+    assert [worker.num_threads for worker in plan(MeshSettings(context=template)).workers] == [6, 2]
+
+
 def test_transfers_and_topics_are_on_unless_stated() -> None:
     """decisions 1 and 6."""
     stated = WorkerSettings(cache_transceiver_config=CacheTransceiverConfig(backend="NIXL"))

@@ -101,6 +101,20 @@ def test_what_this_model_makes_impossible(fields: dict[str, Any], says: str, tmp
         check_model(settings(**fields), model(tmp_path))
 
 
+def test_ranks_that_this_model_cannot_have(tmp_path: Path) -> None:
+    source = model(tmp_path)
+    for sizes in ({"tensor_parallel_size": 2}, {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}):
+        check_model(settings(**sizes), source)
+    check_model(settings(tensor_parallel_size=3, enable_attention_dp=True), source)
+    with pytest.raises(ModelError, match="its 4 query heads cannot be divided by 3"):
+        check_model(settings(tensor_parallel_size=3), source)
+    with pytest.raises(ModelError, match="pipeline_parallel_size 3 is more than the 2 layers"):
+        check_model(settings(pipeline_parallel_size=3), source)
+    stated = KvCacheConfig(pool_ratio=[0.5, 0.5])
+    with pytest.raises(ConfigError, match="pool_ratio has 2 entries, but the model has 1 layer groups"):
+        check_model(settings(tensor_parallel_size=2, kv_cache_config=stated), source)
+
+
 def test_a_model_that_is_not_supported(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="not supported yet"):
         check_model(settings(), model(tmp_path, architectures=["Mamba2ForCausalLM"]))
