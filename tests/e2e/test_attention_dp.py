@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from meshes.by_hand import Mesh
-from meshes.process import until
+from meshes.process import request, until
 
 from kvmesh.cli.ports import PortPicker
 from kvmesh.models.store import DEFAULT_MODEL
@@ -52,7 +52,7 @@ def settings() -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def ranked(make_mesh: Callable[..., Mesh], settings: dict[str, dict[str, Any]]) -> Mesh:
-    mesh = make_mesh(settings, coordinator={"lease_s": 2})
+    mesh = make_mesh(settings, coordinator={"lease_s": 6})
     until(lambda: sum(feed["connected"] for feed in mesh["indexer"].get("/workers")) == 2 * RANKS, "all are followed")
     return mesh
 
@@ -62,9 +62,9 @@ def prompt(number: int) -> list[int]:
     return [(number * 101 + 7 * position) % 1000 + 5 for position in range(3 * BLOCK + 5)]
 
 
-def complete(mesh: Mesh, ids: list[int]) -> dict[str, Any]:
+def complete(mesh: Mesh, ids: list[int], router: str = "router") -> dict[str, Any]:
     asked = {"model": DEFAULT_MODEL, "prompt": ids, "max_tokens": GENERATED, "temperature": 0, "ignore_eos": True}
-    status, answer = mesh["router"].post("/v1/completions", {**asked, "return_token_ids": True})
+    status, answer = mesh[router].post("/v1/completions", {**asked, "return_token_ids": True})
     assert status == 200, answer
     return answer
 
@@ -109,6 +109,33 @@ def test_answers_are_those_of_one_engine(ranked: Mesh, golden: list[dict[str, An
         answer = complete(ranked, item["prompt_ids"])
         known = item["certain"][:GENERATED]
         assert answer["choices"][0]["token_ids"][: len(known)] == known
+    ranked.wait_idle()
+
+
+def test_generation_first_asks_the_rank_that_computes(ranked: Mesh, golden: list[dict[str, Any]]) -> None:
+    """§5.3: with both legs at once, the context rank is ordered and the generation rank told."""
+    early = ranked.launch(
+        "router-early",
+        "router",
+        {
+            "port": 0,
+            "coordinator_url": ranked["coordinator"].url,
+            "indexer_match_endpoint": f"ipc://{ranked.directory}/match",
+            "schedule_style": "generation_first",
+        },
+    )
+    early.wait_serving()
+    until(lambda: request(f"{early.url}/ready")[0] == 200, "the router is ready")
+    before = per_rank(ranked, "context", "transfers_completed_total")
+    for item in golden:
+        answer = complete(ranked, item["prompt_ids"], "router-early")
+        known = item["certain"][:GENERATED]
+        assert answer["choices"][0]["token_ids"][: len(known)] == known
+        [sequence] = early.get(f"/explain/{answer['id']}")["sequences"]
+        assert sequence["attempts"][0]["context_dp_rank"] in range(RANKS)
+    after = per_rank(ranked, "context", "transfers_completed_total")
+    assert sum(after) - sum(before) == len(golden)
+    assert early.metrics()["kvmesh_router_sequences_generation_first_total"] == len(golden)
     ranked.wait_idle()
 
 
