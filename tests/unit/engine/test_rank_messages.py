@@ -137,6 +137,12 @@ def test_sizes_are_those_of_each_rank() -> None:
         assert cache_config_of_ranks(same, *layouts(2, 1, (None,))).host_cache_size == size
 
 
+def test_ranks_of_one_group_have_nothing_to_exchange() -> None:
+    config = KvCacheConfig(enable_kv_pool_rebalance=True)
+    assert not cache_config_of_ranks(config, *layouts(2, 1, (None, None))).enable_kv_pool_rebalance
+    assert cache_config_of_ranks(config, *layouts(2, 1, (None, None, 8))).enable_kv_pool_rebalance
+
+
 def test_a_ratio_of_groups_is_shared_by_their_ranks() -> None:
     """Stage 0 has two of the three full layers, stage 1 the third and the windowed one."""
     config = KvCacheConfig(pool_ratio=[0.75, 0.25])

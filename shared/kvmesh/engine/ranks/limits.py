@@ -14,7 +14,8 @@ def cache_config_of_ranks(config: KvCacheConfig, whole: PageLayout, layout: Page
     """The settings of the one cache manager that keeps all ranks' pages.
 
     Sizes in bytes are stated for each rank, as in TensorRT-LLM; ``pool_ratio`` is stated for the layer groups of the
-    model, and each rank's part of a group gets the same share of the group's memory as of its bytes.
+    model, and each rank's part of a group gets the same share of the group's memory as of its bytes. Pools exchange
+    memory where those of one rank would.
 
     Args:
         config: as the server was given it.
@@ -28,6 +29,8 @@ def cache_config_of_ranks(config: KvCacheConfig, whole: PageLayout, layout: Page
     if num_ranks == 1:
         return config
     update: dict[str, Any] = {"max_gpu_total_bytes": config.max_gpu_total_bytes * num_ranks}
+    if len(whole.pools) == 1:
+        update["enable_kv_pool_rebalance"] = False  # Ranks need equally many pages of one group.
     if config.host_cache_size is not None and config.host_cache_size > 0:
         update["host_cache_size"] = config.host_cache_size * num_ranks
     if config.disk_cache_size:
