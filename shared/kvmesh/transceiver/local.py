@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from kvmesh.net.clock import Clock
 from kvmesh.protocol.transfer import ControlMessage
 from kvmesh.transceiver.bounce import BounceRegions
 from kvmesh.transceiver.control import Route
+from kvmesh.transceiver.fences import Fences
 from kvmesh.transceiver.handshake import Handshake
 from kvmesh.transceiver.integrity import PageChecksums
 from kvmesh.transceiver.ledger import Ledger
@@ -57,6 +58,8 @@ class LocalEngine:
     """Report the end of a process (a pidfd) as the death of a peer."""
     peer_gone: Callable[[PeerKey], None]
     """A peer is known to be dead."""
+    fences: Fences = field(default_factory=Fences)
+    """The lives of peers that are over."""
 
     def now_unix_ms(self) -> int:
         """Wall-clock milliseconds since the Unix epoch."""

@@ -192,6 +192,8 @@ class ReceiverSide:
             engine.plane.session_opened()
             if self._precancelled.take(transfer_id):
                 self._cancel(session, "cancelled before it was opened")
+            elif engine.fences.is_over(owner.peer):
+                self._fail(session, 503, "peer_dead", f"{owner.peer} ended before it was asked")
             elif self.links.obtain(session.endpoint, owner.peer).state is LinkState.UP:
                 self._ask(session)
         return TransferSize(session.num_pages, session.num_bytes)
@@ -265,6 +267,7 @@ class ReceiverSide:
 
     def peer_dead(self, instance_id: str, epoch: int) -> None:
         """An owner is gone: ``epoch`` and older lives of it write no more, and answer nothing."""
+        self._engine.fences.end(instance_id, epoch)
         with self.table.lock:
             for link in self.links.take_lives(instance_id, epoch):
                 self.links.drop(link, "peer_dead", f"{link.peer} ended during the transfer")

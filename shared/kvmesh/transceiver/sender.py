@@ -129,6 +129,7 @@ class SenderSide:
 
     def peer_dead(self, instance_id: str, epoch: int) -> None:
         """End the sessions of a peer that is gone: ``epoch`` and older lives of it read no more."""
+        self._engine.fences.end(instance_id, epoch)
         with self.table.lock:
             for peer in self.receivers.take_lives(instance_id, epoch):
                 for session in self.table.open.values():
@@ -150,6 +151,10 @@ class SenderSide:
         except PairingRefusedError as refusal:
             self._log.warning("refused to pair", peer=str(peer), reason=str(refusal))
             engine.send(route, engine.handshake.reply(refused=str(refusal)))
+            return
+        if engine.fences.is_over(peer):
+            self._log.warning("refused to pair with a life that is over", peer=str(peer))
+            engine.send(route, engine.handshake.reply(refused=f"{peer} is over: its death, or a later life, is known"))
             return
         # A newer life of an engine fences the older ones.
         self.peer_dead(peer.instance_id, peer.epoch - 1)

@@ -7,8 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kvmesh.transceiver.fences import MAX_FENCES, Fences
 from kvmesh.transceiver.links import LOST_RETENTION_S
+from kvmesh.transceiver.types import PeerKey
 
 Wire = Any
 """tests/unit/transceiver/conftest.py"""
@@ -57,7 +61,7 @@ def test_the_death_of_another_life_or_engine_changes_nothing(wire: Wire, instanc
 def test_an_offer_outlives_the_death_of_a_receiver_that_never_asked(wire: Wire) -> None:
     wire.offer(7)
     wire.sender.peer_dead("generation", 1)
-    assert wire.sender.poll(0) == ([], [], [], [])
+    assert wire.sender.poll(0)[:4] == ([], [], [], [])
 
 
 def test_a_dead_owner_fails_what_waits_for_it(wire: Wire) -> None:
@@ -75,7 +79,7 @@ def test_a_copy_from_shared_memory_outlives_its_owner(pull: Wire) -> None:
     pull.context.workers.run()
     pull.deliver_to_generation()
     pull.receiver.peer_dead("context", 1)
-    assert pull.receiver.poll(0) == ([], [], [], [])
+    assert pull.receiver.poll(0)[:4] == ([], [], [], [])
     pull.generation.workers.run()
     assert pull.receiver.poll(0).completed == [7]
     assert [str(peer) for peer in pull.generation_plane.detached] == ["context#1"]
@@ -180,3 +184,52 @@ def test_closing_releases_every_lease_once(wire: Wire) -> None:
         side.table.close()
     assert wire.leases["context", 7].released == 1
     assert wire.released(8) == (1, 1)
+
+
+def test_a_life_that_is_over_is_not_asked(wire: Wire) -> None:
+    """Its ticket may still be under way: whoever brings it hears at once, not at the deadline."""
+    handoff = wire.offer(7)
+    wire.receiver.peer_dead("context", 1)
+    wire.ask(7, handoff)
+    (failure,) = wire.receiver.poll(0).failed
+    assert (failure.status, failure.code) == (503, "peer_dead")
+    assert "context#1 ended before it was asked" in failure.message
+    assert wire.leases["generation", 7].released == 1
+    assert len(wire.receiver.links) == 0
+
+
+def test_a_life_that_is_over_cannot_introduce_itself_again(pull: Wire) -> None:
+    """Neither one whose death was told, nor one whose successor was met."""
+    old = pull.generation.handshake.hello()
+    pull.sender.peer_dead("generation", 1)
+    pull.sender.on_hello(b"again", old)
+    [reply] = pull.to_generation
+    assert "generation#1 is over" in reply.refused
+    assert reply.agent == b""
+    pull.generation.handshake.mine = pull.generation.handshake.mine._replace(key=PeerKey("generation", 3))
+    pull.sender.on_hello(b"third", pull.generation.handshake.hello())
+    pull.generation.handshake.mine = pull.generation.handshake.mine._replace(key=PeerKey("generation", 2))
+    pull.sender.on_hello(b"second", pull.generation.handshake.hello())
+    assert [reply.refused is None for reply in pull.to_generation] == [False, True, False]
+    assert len(pull.sender.receivers) == 1
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 6)), max_size=30))
+def test_a_life_never_returns(endings: list[tuple[str, int]]) -> None:
+    """In whatever order endings are told: every life up to the latest of them is over, and later ones are not."""
+    fences = Fences()
+    latest: dict[str, int] = {}
+    for name, epoch in endings:
+        fences.end(name, epoch)
+        latest[name] = max(epoch, latest.get(name, -1))
+        for other in "ab":
+            over = [epoch for epoch in range(8) if fences.is_over(PeerKey(other, epoch))]
+            assert over == list(range(latest.get(other, -1) + 1))
+
+
+def test_fences_are_bounded() -> None:
+    fences = Fences()
+    for number in range(MAX_FENCES + 1):
+        fences.end(f"engine-{number}", 1)
+    assert not fences.is_over(PeerKey("engine-0", 1))
+    assert fences.is_over(PeerKey("engine-1", 1))
