@@ -193,8 +193,8 @@ def read_answer(connection: socket.socket) -> Answer:
         OSError: the connection ended, or it is no answer.
     """
     kind, tag, number, text_bytes = _ANSWER.unpack(receive_exactly(connection, ANSWER_BYTES))
-    text = receive_exactly(connection, text_bytes).decode(errors="replace")
     try:
-        return Answer(AnswerKind(kind), tag, number, text)
+        known = AnswerKind(kind)
     except ValueError as error:
         raise ConnectionError(str(error)) from error
+    return Answer(known, tag, number, receive_exactly(connection, text_bytes).decode(errors="replace"))

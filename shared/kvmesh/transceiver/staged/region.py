@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmesh.cache.layout import PageLayout
+from kvmesh.cache.storage.probe import available_host_bytes
 from kvmesh.transceiver.channels.base import Region
 from kvmesh.transceiver.planes.base import PlaneError
 from kvmesh.transceiver.staged.rooms import ALIGNMENT_BYTES
@@ -65,6 +66,12 @@ class StagingMemory:
     """
 
     def __init__(self, size: RegionSize, option: str = _OPTION) -> None:
+        # The system would give page by page until it has to kill somebody.
+        if size.reserved and 0 < (available_bytes := available_host_bytes()) < size.nbytes:
+            raise PlaneError(
+                f"cannot take {size.nbytes} bytes for a staging buffer ({option}): {available_bytes} bytes of host "
+                "memory are available"
+            )
         self._fd: int | None = os.memfd_create("kvmesh-staging", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self._fd, size.nbytes)
