@@ -6,8 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from cache_modes import REBALANCE
 from tiny_models import build
+
+from kvmesh.net.clock import ManualClock
+from kvmesh.protocol.engine import DrainKvEvents, KvEventsDrained
+from kvmesh.protocol.kv_cache_events import CreatedData
 
 Make = Callable[..., Any]
 
@@ -89,4 +95,39 @@ def test_the_disk_tier(make_engine: Make, request_of: Make, prompt: Make, tmp_pa
     again = bench.run(request_of("again", prompt(60, 0)))[0]
     assert again.tokens == expected[0]
     assert again.last.cached_tokens == 59
+    bench.check_idle()
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 3)])
+def test_events_are_those_of_one_rank(
+    tp_size: int, pp_size: int, gemma: Path, make_engine: Make, request_of: Make, prompt: Make
+) -> None:
+    """Each block is told once for each layer group of the model, whichever and how many ranks have its pages."""
+    options = {"model": str(gemma), "cache": {"event_buffer_max_size": 500, "host_cache_size": 0}}
+
+    def told(bench: Any) -> list[bytes]:
+        bench.run(*(request_of(f"r{i}", prompt(9 + 4 * i, i)) for i in range(3)))
+        bench.engine.reporter.drain_kv_events(DrainKvEvents(1))
+        (drained,) = (message for message in bench.messages if isinstance(message, KvEventsDrained))
+        # How many pages there are is the one thing that differs.
+        return [msgspec.json.encode(event) for event in drained.events if not isinstance(event.data, CreatedData)]
+
+    expected = told(make_engine(**options))
+    assert len(expected) > 6
+    assert told(make_engine(**options, **sizes(tp_size, pp_size))) == expected
+
+
+def test_pools_exchange_memory(gemma: Path, make_engine: Make, request_of: Make, prompt: Make) -> None:
+    """What grows for the leader has grown for whoever maps it."""
+    options = {"model": str(gemma), "max_num_tokens": 24, "tokens": 400}
+    requests = [request_of(f"r{i}", prompt(30 + 40 * (i % 3), i)) for i in range(9)]
+    expected = answers(make_engine(**options), requests)
+    clock = ManualClock()
+    bench = make_engine(**options, cache=REBALANCE, clock=clock, **sizes(2, 1))
+    for request, tokens in zip(requests, expected, strict=True):
+        clock.advance(1.0)
+        assert bench.run(request)[0].tokens == tokens
+    assert bench.cache.counters.rebalances > 0
+    again = bench.run(request_of("again", prompt(110, 2), cache_salt="anew"))[0]
+    assert again.tokens == expected[2]
     bench.check_idle()
