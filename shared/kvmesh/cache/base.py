@@ -68,11 +68,12 @@ class Lease(Protocol):
         ...
 
     def keep_place(self) -> bool:
-        """The counterpart: they stay where they are, on the device or in host memory; False: there is no room now.
+        """The counterpart: they stay where they are, on the device or in host memory; False: no room now, or lost."""
+        ...
 
-        Raises:
-            PagesLostError: a colder tier has lost pages; the lease can only be released.
-        """
+    @property
+    def lost(self) -> bool:
+        """A colder tier could not give pages back intact: the lease can only be released."""
         ...
 
     def quarantine(self) -> None:

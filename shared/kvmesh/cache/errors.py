@@ -7,7 +7,6 @@ __all__ = [
     "CacheError",
     "CacheIntegrityError",
     "CacheStateError",
-    "PagesLostError",
     "TierFailedError",
 ]
 
@@ -26,10 +25,6 @@ class CacheBusyError(CacheError):
 
 class CacheIntegrityError(CacheError):
     """The bookkeeping contradicts itself: a count would go negative, or a check of all pages failed."""
-
-
-class PagesLostError(CacheError):
-    """A colder tier could not give pages back intact that somebody outside the cache wants."""
 
 
 class TierFailedError(CacheError):

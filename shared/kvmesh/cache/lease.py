@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmesh.cache.errors import CacheStateError, PagesLostError
+from kvmesh.cache.errors import CacheStateError
 from kvmesh.cache.pages import NO_NODE, NO_PAGE, Pages, PageTable
 
 __all__ = ["PageLease"]
@@ -74,6 +74,11 @@ class PageLease:
         """Bookkeeping numbers of the pinned pages in ``group`` (for checks; bytes are found by :meth:`page_ids`)."""
         return self._pages[group]
 
+    @property
+    def lost(self) -> bool:
+        """Whether a colder tier could not give pages back intact: the lease can only be released."""
+        return any(table.any_damaged(held) for table, held in zip(self._tables, self._pages, strict=True))
+
     def let_move(self) -> bool:
         """Nobody reads or writes the pages for now: they may fall to colder levels, and never go; whether they may.
 
@@ -93,23 +98,20 @@ class PageLease:
         """Somebody is about to read the pages: they stay where they are from now on, or are brought to where they can.
 
         Returns:
-            False when there is no room for that now; then the pages may still move.
+            False when there is no room for that now, or the pages are :attr:`lost`; then they may still move.
 
         Raises:
             CacheStateError: the lease was released.
-            PagesLostError: a colder tier has lost pages; the lease can only be released.
         """
         self._check()
         if not self.movable:
             return True
-        if any(table.any_damaged(held) for table, held in zip(self._tables, self._pages, strict=True)):
-            raise PagesLostError("a cache tier has lost pages that wait to be fetched")
+        if self.lost:
+            return False
         for table, held in zip(self._tables, self._pages, strict=True):
             table.keep_place(held)
         self.movable = False
-        if all(self._bring_up(group, held) for group, held in enumerate(self._pages)):
-            if any(table.any_damaged(held) for table, held in zip(self._tables, self._pages, strict=True)):
-                raise PagesLostError("a cache tier has lost pages that wait to be fetched")
+        if all(self._bring_up(group, held) for group, held in enumerate(self._pages)) and not self.lost:
             return True
         self.let_move()
         return False

@@ -46,6 +46,11 @@ class SliceLeases:
         """They never left."""
         return True
 
+    @property
+    def lost(self) -> bool:
+        """Never."""
+        return False
+
     def quarantine(self) -> None:
         """See :class:`~kvmesh.transceiver.types.PageLease`."""
         for lease in self._leases:

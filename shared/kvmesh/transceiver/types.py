@@ -53,11 +53,11 @@ class PageLease(Protocol):
         """Nobody has asked for the pages: the cache may move them; whether it will."""
 
     def keep_place(self) -> bool:
-        """They stay where they are from now on; False: there is no room where they could be read from.
+        """They stay where they are from now on; False: there is no room where they could be read from, or lost."""
 
-        Raises:
-            PagesLostError: the cache has lost them.
-        """
+    @property
+    def lost(self) -> bool:
+        """The cache has lost pages: the lease can only be released."""
 
     def quarantine(self) -> None:
         """The transfer has ended, but something may still write into the pages. At most once, before the release."""

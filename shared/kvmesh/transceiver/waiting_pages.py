@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvmesh.cache.errors import PagesLostError
 from kvmesh.protocol.transfer import RequestData
 from kvmesh.transceiver.local import LocalEngine
 from kvmesh.transceiver.parts import HeldPages
@@ -76,12 +75,10 @@ class WaitingPages:
                 if session.terminal:
                     session.put_off = None
                     continue
-                try:
-                    if not (session.control.stopped or session.lease.keep_place()):
-                        continue
-                except PagesLostError as error:
-                    session.put_off = None
-                    self._fail(session, str(error))
+                if not (session.control.stopped or session.lease.keep_place()):
+                    if session.lease.lost:
+                        session.put_off = None
+                        self._fail(session, "a tier of the owner's cache has lost pages that waited to be fetched")
                     continue
                 request, session.put_off = session.put_off, None
                 assert request is not None

@@ -84,6 +84,11 @@ class BlockLease:
         """They never left."""
         return True
 
+    @property
+    def lost(self) -> bool:
+        """Never: the device loses nothing."""
+        return False
+
     def quarantine(self) -> None:
         """Say that a peer may still write into the blocks that are not reusable; they count as quarantined.
 
