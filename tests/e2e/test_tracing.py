@@ -20,6 +20,8 @@ pytestmark = pytest.mark.slow
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT_ID = "00f067aa0ba902b7"
 CHUNK_TOKENS = 64
+WINDOWS = [8192, 4096]
+"""Longer than the prompt, and different, so that there are two layer groups."""
 
 
 class Span(NamedTuple):
@@ -102,11 +104,17 @@ def within(inner: list[Span], outer: Span) -> None:
     assert times == sorted(times), times
 
 
-def test_one_trace_a_request(collector: Collector, make_mesh: Callable[..., Mesh]) -> None:
-    to = {"otlp_endpoint": collector.url}
+@pytest.mark.parametrize("backend", ["DEFAULT", "NIXL"])
+def test_one_trace_a_request(collector: Collector, make_mesh: Callable[..., Mesh], backend: str) -> None:
+    collector.spans.clear()
+    to = {
+        "otlp_endpoint": collector.url,
+        "cache_transceiver_config": {"backend": backend},
+        "kv_cache_config": {"max_attention_window": WINDOWS},
+    }
     mesh = make_mesh(
         {"context": {**to, "max_num_tokens": CHUNK_TOKENS}, "generation": dict(to)},
-        router=to,
+        router={"otlp_endpoint": collector.url},
         env={"OTEL_BSP_SCHEDULE_DELAY": "200"},
     )
     prompt = [1000 + number for number in range(2 * CHUNK_TOKENS + 10)]
@@ -117,7 +125,7 @@ def test_one_trace_a_request(collector: Collector, make_mesh: Callable[..., Mesh
     wanted = (
         {("kvmesh-router", name) for name in ("router", "queue", "tokenize", "match")}
         | {("kvmesh-context", name) for name in ("context", "queue", "prefill", "chunk")}
-        | {("kvmesh-generation", name) for name in ("generation", "queue", "transfer", "decode")}
+        | {("kvmesh-generation", name) for name in ("generation", "queue", "transfer", "slice", "decode")}
     )
 
     def arrived() -> bool:
@@ -138,10 +146,13 @@ def test_one_trace_a_request(collector: Collector, make_mesh: Callable[..., Mesh
     decode = by_name["kvmesh-generation", "decode"]
     assert prefill.end_ns <= transfer.start_ns <= transfer.end_ns <= decode.start_ns
     assert transfer.attributes["bytes"].int_value > 0
-    assert transfer.attributes["pages"].int_value == 5
+    assert transfer.attributes["pages"].int_value == 5 * len(WINDOWS)
     chunks = sorted((span for span in parts if span.name == "chunk"), key=lambda span: span.start_ns)
     within(chunks, prefill)
     assert [span.attributes["tokens"].int_value for span in chunks] == [CHUNK_TOKENS, CHUNK_TOKENS, 10]
+    slices = sorted((span for span in parts if span.name == "slice"), key=lambda span: span.start_ns)
+    within(slices, transfer)
+    assert len(slices) == len(WINDOWS), "each layer group is a slice"
     # Another request without a trace of its own gets a new one.
     assert mesh["router"].post("/v1/completions", {**body, "prompt": "Twice"})[0] == 200
     others = {TRACE_ID}

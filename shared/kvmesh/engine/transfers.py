@@ -24,6 +24,7 @@ from kvmesh.transceiver import (
     TicketError,
     Transceiver,
     TransferFailure,
+    TransferNotes,
     TransferPoll,
     TransferSize,
     idle_wait_ms,
@@ -189,6 +190,7 @@ class TransferDesk:
         """
         assert seq.cache is not None
         lease = seq.cache.hold(seq.history.prompt_length)
+        began_ns = self._clock.unix_ns()
         try:
             size = self._request(seq, lease, first_missing_blocks)
         except TicketError:
@@ -199,7 +201,7 @@ class TransferDesk:
             raise bad_request(
                 f"The hand-off does not fit the request: {error}.", param="disaggregated_params", code="invalid_handoff"
             ) from error
-        seq.timings.transfer_start_ns = self._clock.unix_ns()
+        seq.timings.transfer_start_ns = began_ns
         self._receiving[seq.transfer_id] = seq, size
 
     def _request(self, seq: Sequence, lease: PageLease, first_missing_blocks: list[int]) -> TransferSize:
@@ -260,7 +262,7 @@ class TransferDesk:
         return next((transfer_id for transfer_id, owner in self._sending.items() if owner == request_id), None)
 
     def _settle(self, poll: TransferPoll) -> list[TransferEnd]:
-        ends = [self._end(transfer_id, None) for transfer_id in poll.completed]
+        ends = [self._end(transfer_id, None, poll.notes.get(transfer_id)) for transfer_id in poll.completed]
         ends += [self._end(failure.id, _failure(failure)) for failure in poll.failed]
         ends += [self._end(transfer_id, self._cancelled(transfer_id)) for transfer_id in poll.cancelled]
         ends += [self._expire(transfer_id) for transfer_id in poll.timed_out]
@@ -272,7 +274,7 @@ class TransferDesk:
         self.cancel(transfer_id)
         return end
 
-    def _end(self, transfer_id: int, error: ApiError | None) -> TransferEnd | None:
+    def _end(self, transfer_id: int, error: ApiError | None, notes: TransferNotes | None = None) -> TransferEnd | None:
         self._sending.pop(transfer_id, None)
         if (seq := self.offers.take(transfer_id)) is not None:
             return TransferEnd(seq, error)
@@ -282,6 +284,9 @@ class TransferDesk:
             return None  # An outgoing one, or cancelled here before: nobody waits for it.
         seq, size = incoming
         seq.timings.transfer_end_ns = self._clock.unix_ns()
+        if notes is not None:
+            seq.timings.first_slice_s = notes.first_slice_s
+            seq.timings.slices = notes.slices_ns if seq.traced else []
         if error is not None:
             return TransferEnd(seq, error)
         if aux is None or not aux.finished:

@@ -163,6 +163,11 @@ class RequestTimings(msgspec.Struct, kw_only=True, omit_defaults=True):
     finished_ns: int = 0
     transfer_bytes: int = 0
     transfer_pages: int = 0
+    first_slice_s: float = 0.0
+    """Seconds from asking for the prompt's pages until the first slice of them was here."""
+    slices: list[int] = []
+    """Of a traced request, two for each slice of the transfer, in order: start, end; the first ones of many. By the
+    clock of the server that moved them."""
     chunks: list[int] = []
     """Of a traced request, three for each prefill chunk, in order: start, end, tokens; the first
     :data:`MAX_NOTED_CHUNKS` of them."""

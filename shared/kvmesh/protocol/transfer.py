@@ -172,6 +172,8 @@ class TransferResult(msgspec.Struct, tag=True, kw_only=True):
     access: bytes = b""
     """Pull planes with a data socket: what to present there."""
     bytes_moved: int = 0
+    slices_ns: list[int] = []
+    """With ``done``: when the slices of the move began and ended, in the owner's Unix time; the first ones."""
     message: str = ""
     bounce: Run | None = None
     """The pages come in one piece: where the receiver is to read it, or where the owner has written it."""

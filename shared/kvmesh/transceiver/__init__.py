@@ -32,6 +32,7 @@ from kvmesh.transceiver.types import (
     PoolMemory,
     TransceiverStats,
     TransferFailure,
+    TransferNotes,
     TransferPoll,
     TransferSize,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "TransceiverDeadError",
     "TransceiverStats",
     "TransferFailure",
+    "TransferNotes",
     "TransferPoll",
     "TransferSize",
     "create_transceiver",

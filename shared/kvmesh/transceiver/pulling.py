@@ -101,6 +101,10 @@ class Pulling:
             self._fail(session, f"the owner's answer makes no sense: {error}")
             return
         check = self._prepare_check(session, parts, written)
+        now_s = self._engine.clock.monotonic_s()
+        session.note_slices(written.slices_ns, now_s)
+        if not written.is_last:
+            session.deadline_s = now_s + self._engine.times.timeout_s  # which is how long nothing may move at all
         session.next_slice += 1
         if not written.is_last and session.status.state is SessionState.READY:
             self._apply(session, ReceiveEvent.MOVING)
@@ -204,6 +208,8 @@ class Pulling:
             reason = str(error)
         with self._table.lock:
             self._leave(session)
+            if work.job is not None and not reason:
+                session.note_slices(session.control.take_slices(), self._engine.clock.monotonic_s())
             if work.in_run is not None:
                 session.give_run()
             if session.terminal:

@@ -133,6 +133,7 @@ class Serving:
                         session,
                         "done",
                         bytes_moved=job.num_bytes,
+                        slices_ns=session.control.take_slices(),
                         src_tiers=encode_tiers(piece.sources),
                         checked=checked,
                         slice_index=piece.number,

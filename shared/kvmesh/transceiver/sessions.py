@@ -13,10 +13,12 @@ from kvmesh.transceiver.parts import HeldPages, Source
 from kvmesh.transceiver.planes.base import MoveControl
 from kvmesh.transceiver.promises import Promise
 from kvmesh.transceiver.states import INITIAL_STATUS, Status
-from kvmesh.transceiver.types import PageIds, PageLease, PeerKey, TransferFailure
+from kvmesh.transceiver.types import PageIds, PageLease, PeerKey, TransferFailure, TransferNotes
 
 __all__ = ["CANCEL_REPEAT_S", "Piece", "ReceiveSession", "SendSession", "Session", "SliceCheck"]
 
+MAX_NOTED_TIMES: Final = 512
+"""Of the slices of one transfer."""
 CANCEL_REPEAT_S: Final = 1.0
 """A cancel is sent again after this long without an answer: an acknowledgement may have been lost with a connection."""
 
@@ -46,6 +48,8 @@ class Session:
     """Where its pages are in one piece: taken until nothing can touch them there any more."""
     overdue_noted: bool = False
     swept: bool = False
+    notes: TransferNotes | None = None
+    """Receiver: once a slice is in place."""
     cancel_sent_s: float = -math.inf
 
     @property
@@ -62,6 +66,13 @@ class Session:
     def may_be_written(self) -> bool:
         """Whether what the pages hold is uncertain, because something may be writing into them."""
         return False
+
+    def note_slices(self, slices_ns: list[int], now_s: float) -> None:
+        """Slices are in place since about now; see :class:`TransferNotes`."""
+        if self.notes is None:
+            self.notes = TransferNotes(now_s - self.started_s, [])
+        noted = self.notes.slices_ns
+        noted += slices_ns[: MAX_NOTED_TIMES - len(noted)]
 
     def give_run(self) -> None:
         """Nothing touches the run any more, if there is one."""

@@ -128,7 +128,7 @@ class SessionTable(Generic[S]):
             on_pass: called on each look with the poll so far and the time; applies deadlines and returns the time at
                 which the next one is due.
         """
-        poll = TransferPoll([], [], [], [])
+        poll = TransferPoll([], [], [], [], {})
         with self.changed:
             end_s = self._engine.clock.monotonic_s() + wait_s
             target = min(at_least, len(self.open))
@@ -193,6 +193,8 @@ class SessionTable(Generic[S]):
         for session in [session for session in self.open.values() if session.terminal]:
             if session.status.state is SessionState.FULLY_TRANSFERRED:
                 poll.completed.append(session.transfer_id)
+                if session.notes is not None:
+                    poll.notes[session.transfer_id] = session.notes
             elif session.status.state is SessionState.CANCELLED:
                 poll.cancelled.append(session.transfer_id)
             else:

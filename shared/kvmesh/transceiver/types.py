@@ -16,6 +16,7 @@ __all__ = [
     "StagingStats",
     "TransceiverStats",
     "TransferFailure",
+    "TransferNotes",
     "TransferPoll",
     "TransferSize",
 ]
@@ -85,6 +86,15 @@ class TransferFailure(NamedTuple):
     message: str
 
 
+class TransferNotes(NamedTuple):
+    """When the pages of a received transfer moved."""
+
+    first_slice_s: float
+    """From asking to the first slice being in place; on planes where the owner writes, to its saying so."""
+    slices_ns: list[int]
+    """For each slice when it began and ended, in Unix time; those of a very long transfer's beginning."""
+
+
 class TransferPoll(NamedTuple):
     """What changed since the last poll. Each transfer ends in exactly one of the first three lists, once."""
 
@@ -93,6 +103,8 @@ class TransferPoll(NamedTuple):
     cancelled: list[int]
     timed_out: list[int]
     """Past their deadline and still open: their pages stay pinned and they may yet complete. Reported once each."""
+    notes: dict[int, TransferNotes]
+    """Of the completed ones that pages were received for."""
 
     @property
     def settled(self) -> int:

@@ -42,6 +42,12 @@ class Observations:
             buckets=LATENCY_BUCKETS_S,
             registry=registry,
         )
+        self._first_slice = Histogram(
+            "kvmesh_transfer_first_slice_seconds",
+            "From asking for a prompt's pages to the first slice of them",
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
         self._prompt = Histogram(
             "kvmesh_prompt_tokens", "Prompt length of a sequence", buckets=_TOKEN_BUCKETS, registry=registry
         )
@@ -75,6 +81,8 @@ class Observations:
             run = sequence.run
             self._last_token_s.pop(run.request.request_id, None)
             if run.timings is not None:
+                if run.timings.first_slice_s:
+                    self._first_slice.observe(run.timings.first_slice_s)
                 self._spans(run.timings, context)
                 self._records.append(_record(plan, sequence, run.timings))
 
@@ -88,7 +96,7 @@ class Observations:
         record = self._tracing.record
         record("queue", context, timings.arrived_ns, timings.scheduled_ns)
         if timings.transfer_start_ns:
-            record(
+            transfer = record(
                 "transfer",
                 context,
                 timings.transfer_start_ns,
@@ -96,6 +104,8 @@ class Observations:
                 bytes=timings.transfer_bytes,
                 pages=timings.transfer_pages,
             )
+            for start_ns, end_ns in zip(timings.slices[::2], timings.slices[1::2], strict=True):
+                record("slice", transfer, start_ns, end_ns)
             record("decode", context, timings.transfer_end_ns, timings.finished_ns)
         else:
             prefill = record("prefill", context, timings.scheduled_ns, timings.first_token_ns)

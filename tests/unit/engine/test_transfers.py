@@ -24,7 +24,7 @@ from kvmesh.protocol.transfer import Aux
 from kvmesh.transceiver import TicketError, TransferFailure, TransferPoll, TransferSize
 
 HANDOFF = HandOff(ticket=b"t", control_endpoint="tcp://h:1", instance_id="c", epoch=1, layout_digest="d", seed=0)
-NOTHING = TransferPoll([], [], [], [])
+NOTHING = TransferPoll([], [], [], [], {})
 UNSCOPED = ReuseScope()
 
 
@@ -136,7 +136,7 @@ def test_a_received_prompt_is_reported_once(desk: TransferDesk, transceiver: Scr
     desk.receive(seq, [2])
     assert desk.num_receiving == 1
     assert desk.look() == []
-    transceiver.generation = TransferPoll([1], [], [], [])
+    transceiver.generation = TransferPoll([1], [], [], [], {})
     assert desk.look() == [(seq, None, None)]
     assert (seq.timings.transfer_pages, seq.timings.transfer_bytes) == (3, 1536)
     assert desk.num_receiving == 0
@@ -146,7 +146,7 @@ def test_a_received_prompt_is_reported_once(desk: TransferDesk, transceiver: Scr
 def test_failure_carries_the_transceiver_s_words(desk: TransferDesk, transceiver: ScriptedTransceiver) -> None:
     seq = sequence(1)
     desk.receive(seq, [0])
-    transceiver.generation = TransferPoll([], [TransferFailure(1, 403, "ticket_expired", "too late")], [], [])
+    transceiver.generation = TransferPoll([], [TransferFailure(1, 403, "ticket_expired", "too late")], [], [], {})
     [end] = desk.look()
     assert end.error is not None
     assert (end.error.status, end.error.code, end.error.message) == (403, "ticket_expired", "too late")
@@ -162,7 +162,7 @@ def test_a_timeout_fails_the_request_and_cancels_until_drained(
     if seen_by == "sweep":
         transceiver.overdue = [1]
     else:
-        transceiver.generation = TransferPoll([], [], [], [1])
+        transceiver.generation = TransferPoll([], [], [], [1], {})
     transceiver.calls.clear()
     [end] = desk.look()
     # T19: the sweep comes before the polls, and the polls do not wait.
@@ -229,7 +229,7 @@ def test_cancelled_by_the_sender_is_an_error_of_the_receiver(
     desk: TransferDesk, transceiver: ScriptedTransceiver
 ) -> None:
     desk.receive(sequence(1), [0])
-    transceiver.generation = TransferPoll([], [], [1], [])
+    transceiver.generation = TransferPoll([], [], [1], [], {})
     [end] = desk.look()
     assert end.error is not None
     assert end.error.code == "kv_transfer_cancelled"
@@ -238,7 +238,7 @@ def test_cancelled_by_the_sender_is_an_error_of_the_receiver(
 def test_cancelled_here_is_nobody_s_news(desk: TransferDesk, transceiver: ScriptedTransceiver) -> None:
     desk.receive(sequence(1), [0])
     desk.cancel(1)
-    transceiver.generation = TransferPoll([], [], [1], [])
+    transceiver.generation = TransferPoll([], [], [1], [], {})
     assert desk.look() == []
 
 
@@ -248,7 +248,7 @@ def test_sending_names_the_request_until_its_readers_are_done(
     assert desk.send(sequence(5, "context")) == b"handoff"
     assert transceiver.calls == [("send", 5, 40, 77)]
     assert desk.outgoing_of("r5") == 5
-    transceiver.context = TransferPoll([5], [], [], [])
+    transceiver.context = TransferPoll([5], [], [], [], {})
     assert desk.look() == []
     assert desk.outgoing_of("r5") is None
 
@@ -272,7 +272,7 @@ def test_a_prompt_on_its_way_is_waited_for(desk: TransferDesk, transceiver: Scri
     seq = sequence(1)
     desk.receive(seq, [0])
     transceiver.calls.clear()
-    transceiver.generation = TransferPoll([1], [], [], [])
+    transceiver.generation = TransferPoll([1], [], [], [], {})
     assert desk.wait(1.0, blocked=False)
     assert transceiver.calls == [("generation", 1)]
     transceiver.has_tracked_transfers = False
@@ -282,7 +282,7 @@ def test_a_prompt_on_its_way_is_waited_for(desk: TransferDesk, transceiver: Scri
 
 def test_what_is_cancelled_after_a_wait_is_nobody_s_news(desk: TransferDesk, transceiver: ScriptedTransceiver) -> None:
     desk.receive(sequence(1), [0])
-    transceiver.generation = TransferPoll([1], [], [], [])
+    transceiver.generation = TransferPoll([1], [], [], [], {})
     assert desk.wait(1.0, blocked=False)
     desk.cancel(1)
     transceiver.has_tracked_transfers = False
@@ -296,7 +296,7 @@ def test_pages_that_are_being_sent_are_waited_for_when_somebody_needs_them(
     transceiver.calls.clear()
     assert not desk.wait(1.0, blocked=False)
     desk.receive(sequence(1), [0])
-    transceiver.context = TransferPoll([], [], [], [5])
+    transceiver.context = TransferPoll([], [], [], [5], {})
     assert desk.wait(1.0, blocked=True)
     assert transceiver.calls == [("receive", 1, [0]), ("context", 1), ("cancel", 5)]
     assert desk.outgoing_of("r5") is None

@@ -100,7 +100,7 @@ def test_an_offer_that_nobody_asked_for_is_cancelled_at_once(wire: Wire) -> None
     assert wire.leases["context", 7].released == 0
     assert wire.sender.poll(0).cancelled == [7]
     assert wire.leases["context", 7].released == 1
-    assert wire.sender.poll(0) == ([], [], [], [])
+    assert wire.sender.poll(0)[:4] == ([], [], [], [])
 
 
 def test_a_receiver_that_gives_up_while_connecting_returns_the_owners_pages(make_wire: Callable[..., Wire]) -> None:

@@ -396,6 +396,31 @@ def test_a_slice_that_does_not_go_out_is_overdue(push: Wire, early: SimpleNamesp
     early.over(push)
 
 
+def test_each_slice_that_arrives_gives_the_receiver_its_time_anew(push: Wire, early: SimpleNamespace) -> None:
+    """§8.24, decisions.md 12: what aborts is that no chunk at all has moved for kv_transfer_timeout_ms."""
+    early.promise(push)
+    early.claim(push)
+    push.pump()
+    push.clock.advance(50)
+    early.send(push, 0, 2)
+    push.pump()
+    push.clock.advance(50)
+    assert push.receiver.sweep() == []
+    early.send(push, 2, 3)
+    push.pump()
+    push.clock.advance(59.9)
+    assert push.receiver.sweep() == []
+    push.clock.advance(0.2)
+    assert push.receiver.sweep() == [7]
+    early.send(push, 3, 4, AUX)
+    push.pump()
+    poll = push.receiver.poll(0)
+    assert poll.completed == [7]
+    assert poll.notes[7].first_slice_s == 50
+    assert len(poll.notes[7].slices_ns) == 2 * 3
+    early.over(push)
+
+
 # What comes with the last slice.
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -35,14 +36,28 @@ def test_only_the_missing_pages_move_and_everything_is_released(wire: Wire) -> N
     assert (source.tolist(), target.tolist()) == ([3, 9, 4], [12, 13, 14])
 
     assert wire.released(7) == (0, 0), "leases go on the executor's thread only"
-    assert wire.receiver.poll(0) == ([7], [], [], [])
-    assert wire.sender.poll(0) == ([7], [], [], [])
+    assert wire.receiver.poll(0)[:4] == ([7], [], [], [])
+    assert wire.sender.poll(0)[:4] == ([7], [], [], [])
     assert wire.released(7) == (1, 1)
     assert wire.states("context", 7) == ["registered", "transferring", "completed"]
     assert wire.states("generation", 7) == ["registered", "transferring", "completed"]
     assert wire.receiver.table.counters.pages_reused == 1
     assert wire.context_plane.granted == {}
     assert wire.generation_plane.open_sessions == 0
+
+
+def test_a_receiver_knows_when_its_pages_moved(wire: Wire) -> None:
+    """decisions.md 12: the clock of the first slice runs from asking, and is a figure only."""
+    wire.ask(7, wire.offer(7))
+    plane = wire.generation_plane if wire.generation_plane.direction == "pull" else wire.context_plane
+    plane.during = lambda: wire.clock.advance(1.5)
+    began_ns = time.time_ns()
+    wire.pump()
+    notes = wire.receiver.poll(0).notes[7]
+    assert notes.first_slice_s == 1.5
+    start_ns, end_ns = notes.slices_ns
+    assert began_ns <= start_ns <= end_ns <= time.time_ns()
+    assert wire.sender.poll(0).notes == {}
 
 
 def test_nothing_missing_still_frees_the_owner(wire: Wire) -> None:
@@ -364,7 +379,7 @@ def test_pages_whose_checksums_never_come_are_not_accepted(wire: Wire) -> None:
     checksums = wire.to_generation.pop()
     assert checksums.status == "checksums"
     wire.pump()
-    assert wire.receiver.poll(0) == ([], [], [], [])
+    assert wire.receiver.poll(0)[:4] == ([], [], [], [])
     assert wire.generation.ledger.drain()[-1].state == "transferring"
     wire.receiver.peer_dead("context", 1)
     assert wire.receiver.poll(0).failed[0].code == "peer_dead"
@@ -413,7 +428,7 @@ def test_acknowledgements_of_others_do_not_release_pages(wire: Wire) -> None:
     wire.offer(7)
     for route in (wire.ROUTE, b"a stranger"):
         wire.sender.on_ack(route, ResultAck(transfer_id=7, session=1, status="done"))
-    assert wire.sender.poll(0) == ([], [], [], [])
+    assert wire.sender.poll(0)[:4] == ([], [], [], [])
     assert wire.sender.table.open[7].status.state == "init"
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +17,8 @@ from kvmesh.transceiver.types import PageIds, PeerKey
 __all__ = ["DataPlane", "MoveControl", "MoveJob", "MoveStoppedError", "PageSums", "Part", "PlaneError", "Side"]
 
 Side = Literal["owner", "receiver"]
+
+MAX_NOTED_SLICES: Final = 64
 
 
 class PlaneError(Exception):
@@ -30,6 +34,7 @@ class MoveControl:
 
     def __init__(self) -> None:
         self._stopped = False
+        self._looks_ns: list[int] = []
         self.abandoned = False
         """The peer is dead, or this process ends: the mover need not wait for what it has begun."""
 
@@ -48,7 +53,7 @@ class MoveControl:
         return self._stopped
 
     def checkpoint(self) -> None:
-        """Called by the mover before each slice.
+        """Called by the mover before each slice, and after the last one.
 
         Raises:
             MoveStoppedError: the mover was asked to end.
@@ -56,6 +61,16 @@ class MoveControl:
         fault_point("transceiver.during_transfer")
         if self._stopped:
             raise MoveStoppedError
+        if len(self._looks_ns) <= MAX_NOTED_SLICES:
+            self._looks_ns.append(time.time_ns())
+
+    def take_slices(self) -> list[int]:
+        """When the slices since the last call began and ended: two Unix times in nanoseconds for each, in order.
+
+        The first :data:`MAX_NOTED_SLICES` of one move; on the thread that moves.
+        """
+        looks, self._looks_ns = self._looks_ns, []
+        return [time_ns for slice_ns in itertools.pairwise(looks) for time_ns in slice_ns]
 
 
 class Part(NamedTuple):
