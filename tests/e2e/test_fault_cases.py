@@ -15,6 +15,7 @@ TIMEOUT_MS = 3000
 DEADLINE_S = 10.0
 LEASE_S = 5.0
 FREEZE_S = 1.0
+CUT_S = 1.0
 
 CASES = [
     Case("memfd", "sender", "kill", "between slices"),
@@ -51,7 +52,7 @@ def make_bench(plane: str, network: Network | None = None) -> Bench:
         plane, timeout_ms=TIMEOUT_MS, request_timeout_s=DEADLINE_S, lease_s=LEASE_S, network=network
     ).begin()
     *shorter, longest = golden_items()
-    bench = Bench(mesh, DEADLINE_S, FREEZE_S, longest, shorter[-1])
+    bench = Bench(mesh, DEADLINE_S, FREEZE_S, CUT_S, longest, shorter[-1])
     bench.warm_up()
     return bench
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[2]
@@ -28,13 +30,14 @@ DIRECTORY: Final = ROOT / ".fault-matrix"
 TIMEOUT_MS: Final = 4000
 DEADLINE_S: Final = 12.0
 FREEZE_S: Final = 10.0
+CUT_S: Final = 7.0
+"""Longer than the shorter lease."""
 LEASES: Final[dict[str, tuple[float, frozenset[str]]]] = {
     # Renewed three times a lease: what stands still for ten seconds keeps it.
     "long": (16.0, frozenset({"freeze", "block"})),
     "short": (4.0, frozenset({"kill", "term", "cut", "freeze past its lease"})),
 }
 """Meshes by the lease of their members: its seconds, and the kinds of faults that are shown there."""
-EVERYTHING_S: Final = 3 * 3600.0
 
 
 def main() -> int:
@@ -47,6 +50,9 @@ def main() -> int:
     parser.add_argument("--table-only", action="store_true", help="write the table of the results that are there")
     parser.add_argument("--mesh", nargs=2, metavar=("PLANE", "LEASE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    # Both leave through the clean-up, also where a shell has started this with SIGINT ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
     if options.mesh is not None:
         return _run_mesh(*options.mesh, names=set(json.load(sys.stdin)))
     results = Results(options.results)
@@ -58,11 +64,17 @@ def main() -> int:
     return 1 if failed else 0
 
 
+def _leave(number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
 class Results:
     """Outcomes by name of their case, in a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.running: list[subprocess.Popen[str]] = []
+        """Processes whose outcomes come in."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.outcomes: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
 
@@ -86,8 +98,15 @@ def _run_all(results: Results, options: argparse.Namespace) -> None:
                 groups.append((plane, lease, names))
     print(f"{sum(len(names) for _, _, names in groups)} cases in {len(groups)} meshes")
     with ThreadPoolExecutor(options.parallel) as threads:
-        for outcomes in threads.map(lambda group: _collect(results, *group), groups):
-            del outcomes
+        waits = [threads.submit(_collect, results, *group) for group in groups]
+        try:
+            for wait in waits:
+                wait.result()
+        finally:
+            for wait in waits:
+                wait.cancel()
+            for process in results.running:
+                process.terminate()
 
 
 def _is_wanted(case: Case, results: Results, options: argparse.Namespace) -> bool:
@@ -108,6 +127,7 @@ def _collect(results: Results, plane: str, lease: str, names: list[str]) -> None
         assert process.stdout is not None
         process.stdin.write(json.dumps(names))
         process.stdin.close()
+        results.running.append(process)
         for line in process.stdout:
             outcome = json.loads(line)
             results.add(outcome)
@@ -133,7 +153,7 @@ def _run_mesh(plane: str, lease: str, names: set[str]) -> int:
 def _make_bench(plane: str, lease_s: float, network: Network | None) -> Bench:
     mesh = FaultyMesh(plane, timeout_ms=TIMEOUT_MS, request_timeout_s=DEADLINE_S, lease_s=lease_s, network=network)
     *shorter, longest = golden_items()
-    return Bench(mesh, DEADLINE_S, FREEZE_S, longest, shorter[-1])
+    return Bench(mesh, DEADLINE_S, FREEZE_S, CUT_S, longest, shorter[-1])
 
 
 def _run_some(bench: Bench, waiting: list[Case]) -> None:
@@ -148,6 +168,8 @@ def _run_some(bench: Bench, waiting: list[Case]) -> None:
                 print(json.dumps(outcome.as_json()), flush=True)
             outcome = bench.run(waiting.pop(0))
     finally:
+        if outcome is not None and not outcome.passed:
+            _keep_logs(bench, outcome)
         try:
             mesh.stop()
         except AssertionError as error:
@@ -156,8 +178,6 @@ def _run_some(bench: Bench, waiting: list[Case]) -> None:
             outcome.problems.append(f"stopping: {str(error)[-2000:]}")
         if outcome is not None:
             outcome.remarks += bench.growth()
-            if not outcome.passed:
-                _keep_logs(bench, outcome)
             print(json.dumps(outcome.as_json()), flush=True)
 
 

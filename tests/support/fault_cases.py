@@ -77,7 +77,7 @@ LATE_S: Final = 4.0
 """What a busy machine may need beyond a deadline to say so."""
 FREE_S: Final = 12.0
 """Bound for pages to be free again once nothing stands still or is cut off and no request runs."""
-CUT_S: Final = 10.0
+LONGEST_CUT_S: Final = 10.0
 """How long a cut lasts at most while a survivor still holds pages for the victim."""
 BACK_S: Final = 60.0
 """Bound for everybody to be back, which includes starting a server again."""
@@ -88,6 +88,7 @@ FLAT_THREADS: Final = 3
 FLAT_FILES: Final = 6
 """What a process may come to hold more of after its first cases: room for what happens to be under way."""
 NEVER: Final = 1_000_000
+COMPUTE_TRIES: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +169,11 @@ def where(plane: str, point: Point, slices: int) -> tuple[str, str, int]:
 class Asker(threading.Thread):
     """A client of the router, beside it, so that a cut of the router's host leaves the two together."""
 
-    def __init__(self, mesh: FaultyMesh, item: dict[str, Any], timeout_s: float) -> None:
+    def __init__(self, mesh: FaultyMesh, item: dict[str, Any], salt: str, timeout_s: float) -> None:
         super().__init__(name="client", daemon=True)
         self._mesh = mesh
         self._item = item
+        self._salt = salt
         self._timeout_s = timeout_s
         self.answer = "none"
         self.ended_s = 0.0
@@ -179,20 +181,22 @@ class Asker(threading.Thread):
     def run(self) -> None:
         """Ask once."""
         with self._mesh.at("router"):
-            self.answer = ask(self._mesh, self._item, self._timeout_s)
+            self.answer = ask(self._mesh, self._item, self._timeout_s, salt=self._salt)
         self.ended_s = time.monotonic()
 
 
-def ask(mesh: FaultyMesh, item: dict[str, Any], timeout_s: float) -> str:
-    """Ask for a continuation that nothing of any cache can serve; ``right``, or what was wrong."""
+def ask(
+    mesh: FaultyMesh, item: dict[str, Any], timeout_s: float, *, salt: str = "", tokens: int = ANSWER_TOKENS
+) -> str:
+    """Ask for a continuation; ``right``, or what was wrong. Without a salt, nothing of any cache can serve it."""
     body = {
         "model": DEFAULT_MODEL,
         "prompt": item["prompt_ids"],
-        "max_tokens": ANSWER_TOKENS,
+        "max_tokens": tokens,
         "temperature": 0,
         "ignore_eos": True,
         "return_token_ids": True,
-        "cache_salt": uuid.uuid4().hex,
+        "cache_salt": salt or uuid.uuid4().hex,
     }
     try:
         status, data = request(f"{mesh['router'].url}/v1/completions", body, timeout_s)
@@ -203,9 +207,9 @@ def ask(mesh: FaultyMesh, item: dict[str, Any], timeout_s: float) -> str:
     answer = json.loads(data)
     if status != 200:
         return f"{status} {answer['error']['code']}"
-    tokens = answer["choices"][0]["token_ids"]
-    certain = item["certain"]
-    return "right" if tokens[: len(certain)] == certain and len(tokens) == ANSWER_TOKENS else f"wrong: {tokens}"
+    got = answer["choices"][0]["token_ids"]
+    certain = item["certain"][:tokens]
+    return "right" if got[: len(certain)] == certain and len(got) == tokens else f"wrong: {got}"
 
 
 @dataclass(slots=True)
@@ -219,11 +223,13 @@ class Bench:
         slices: that the first one moves in.
         deadline_s: of requests.
         freeze_s: how long what is frozen stands still.
+        cut_s: how long a cut lasts at least.
     """
 
     mesh: FaultyMesh
     deadline_s: float
     freeze_s: float
+    cut_s: float
     victims_item: dict[str, Any]
     next_item: dict[str, Any]
     slices: int = 0
@@ -255,10 +261,14 @@ class Bench:
         mesh, victim = self.mesh, SERVICE_OF[case.victim]
         holder, point, hit = where(mesh.plane, case.point, self.slices)
         logs = {name: process.log.stat().st_size for name, process in mesh.processes.items()}
+        salt = self._compute()
         mesh.hold(holder, point, hit)
-        client = Asker(mesh, self.victims_item, self.deadline_s + self.freeze_s + LATE_S)
+        client = Asker(mesh, self.victims_item, salt, self.deadline_s + self.freeze_s + LATE_S)
         client.start()
-        mesh.wait_held(holder, point)
+        try:
+            mesh.wait_held(holder, point)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; the client was answered: {client.answer}") from None
         with mesh.at():
             until(lambda: all(server.stats()["in_transfer"] for server in mesh.workers()), "both servers say so")
         fault_s = time.monotonic()
@@ -270,6 +280,7 @@ class Bench:
                 time.sleep(max(0.0, fault_s + self.freeze_s - time.monotonic()))
             elif case.kind in ("cut", "block"):
                 client.join(self._until_late(case, fault_s))
+                time.sleep(max(0.0, fault_s + self.cut_s - time.monotonic()))
         finally:
             if case.kind.startswith("freeze"):
                 mesh.signal(victim, signal.SIGCONT)
@@ -288,6 +299,22 @@ class Bench:
         outcome.remarks += _errors(mesh, logs)
         self._note_footprints()
 
+    def _compute(self) -> str:
+        """Have the context server compute the prompt, so that a busy machine costs the case none of its time.
+
+        Returns:
+            The salt under which it has done so.
+        """
+        salt = uuid.uuid4().hex
+        with self.mesh.at():
+            # One token never touches the generation server.
+            answers = [ask(self.mesh, self.victims_item, self.deadline_s, salt=salt, tokens=1)]
+            while answers[-1] != "right" and len(answers) < COMPUTE_TRIES:
+                answers.append(ask(self.mesh, self.victims_item, self.deadline_s, salt=salt, tokens=1))
+            assert answers[-1] == "right", f"the prompt cannot be computed: {answers}"
+            self.mesh.wait_idle()
+        return salt
+
     def _until_late(self, case: Case, fault_s: float) -> float:
         """Seconds until the client must have been answered; a frozen router answers when it is back."""
         more_s = self.freeze_s if case.victim == "router" and case.kind == "freeze" else 0.0
@@ -297,7 +324,9 @@ class Bench:
         """Seconds until every page of the survivors is free for good; None when they are not while the fault lasts."""
         names = [name for name in ("context", "generation") if name != victim]
         standing = case.kind not in ("kill", "term")
-        bound_s = self.freeze_s if case.kind.startswith("freeze") else CUT_S if standing else self.deadline_s + FREE_S
+        bound_s = (
+            self.freeze_s if case.kind.startswith("freeze") else LONGEST_CUT_S if standing else self.deadline_s + FREE_S
+        )
         busy_s = fault_s
         idle = False
         with self.mesh.at():
