@@ -36,6 +36,7 @@ COMMANDS = {
     "up": Command("kvmesh.cli.up", "start a whole mesh on this machine"),
     "down": Command("kvmesh.cli.down", "stop the mesh that 'up' started"),
     "status": Command("kvmesh.cli.status", "members, loads, cache and transfers"),
+    "transfers": Command("kvmesh.cli.transfers", "search the ledger of KV cache transfers"),
     "chat": Command("kvmesh.cli.chat", "talk to the model in the terminal"),
     "bench": Command("kvmesh.cli.bench.command", "measure a mesh under load"),
     "events": Command("kvmesh.cli.events", "follow the KV cache events"),

@@ -18,12 +18,13 @@ from kvmesh.cli.reach import explained
 from kvmesh.cli.rundir import RunDir, is_running
 from kvmesh.cli.status_cache import cache_block
 from kvmesh.cli.target import coordinator_url
+from kvmesh.cli.transfer_table import plain_table, transfer_table
 from kvmesh.net.client import HttpClient, PeerUnreachableError
 from kvmesh.protocol.cache_report import CacheReport
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.members import Member, MemberList
 from kvmesh.protocol.ranks import rank_instance_ids
-from kvmesh.protocol.transfer import FINAL_STATES, TransferList, TransferRecord
+from kvmesh.protocol.transfer import TransferList
 
 __all__ = ["add_arguments", "run"]
 
@@ -148,7 +149,7 @@ def _render(status: _Status) -> RenderableType:
     if status.stuck.transfers:
         parts += [
             Text(f"{status.stuck.stuck} stuck transfers, oldest first:", "bold red"),
-            _list(status.stuck.transfers),
+            transfer_table(status.stuck.transfers),
         ]
     return Group(*parts)
 
@@ -165,7 +166,7 @@ def _processes() -> RenderableType:
 
 
 def _members(members: list[Member], unreachable: Mapping[str, str]) -> Table:
-    table = _plain_table("member", "address", "busy", "moving", "pages free", "cached", "output", left=2)
+    table = plain_table("member", "address", "busy", "moving", "pages free", "cached", "output", left=2)
     for member in members:
         load = member.load
         role = "" if member.instance_id.startswith(member.role) else f" ({member.role})"
@@ -189,14 +190,6 @@ def _members(members: list[Member], unreachable: Mapping[str, str]) -> Table:
     return table
 
 
-def _plain_table(*headings: str, left: int) -> Table:
-    """Without borders; the first ``left`` columns are names, the others numbers."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for index, heading in enumerate(headings):
-        table.add_column(heading, no_wrap=True, justify="left" if index < left else "right")
-    return table
-
-
 def _share(part: int, whole: int) -> str:
     return f"{part} {part / whole:.0%}" if whole else "-"
 
@@ -206,33 +199,4 @@ def _transfers(listed: TransferList) -> RenderableType:
         return Text("no transfers yet", "dim")
     counts = ", ".join(f"{count} {state}" for state, count in sorted(listed.counts.items()))
     forgotten = f" ({listed.evicted} older ones forgotten)" if listed.evicted else ""
-    return Group(Text(f"transfers: {counts}{forgotten}; the latest:"), _list(listed.transfers))
-
-
-def _list(records: list[TransferRecord]) -> Table:
-    table = _plain_table("transfer", "state", "from", "to", "tokens", "moved", "age or time taken", left=4)
-    reasons = ["; ".join(side.reason for side in record.sides if side.reason) for record in records]
-    if any(reasons):
-        table.add_column("reason")
-    for record, reason in zip(records, reasons, strict=True):
-        sides = {side.side: side for side in record.sides}
-        source, target = sides.get("context"), sides.get("generation")
-        moved = max((side.num_bytes for side in record.sides), default=0)
-        table.add_row(
-            str(record.transfer_id),
-            record.state,
-            source.instance_id if source else "?",
-            target.instance_id if target else "-",
-            str(max((side.num_tokens for side in record.sides), default=0)),
-            f"{moved / 1e6:.2f} MB" if moved else "-",
-            _age(record),
-            *([reason] if any(reasons) else []),
-        )
-    return table
-
-
-def _age(record: TransferRecord) -> str:
-    """How old an open transfer is, or how long a finished one took."""
-    time_ = f"{record.age_ms} ms" if record.age_ms < 10_000 else f"{record.age_ms / 1000:.0f} s"
-    finished = all(side.state in FINAL_STATES for side in record.sides)
-    return f"took {time_}" if finished else time_
+    return Group(Text(f"transfers: {counts}{forgotten}; the latest:"), transfer_table(listed.transfers))

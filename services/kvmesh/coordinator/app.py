@@ -13,7 +13,7 @@ from anyio.abc import TaskGroup
 
 from kvmesh.coordinator.cluster import WORKERS_PREFIX, MinimalInstances, cluster_info
 from kvmesh.coordinator.etcd import EtcdClient
-from kvmesh.coordinator.ledger import TransferLedger
+from kvmesh.coordinator.ledger import LedgerQuery, TransferLedger
 from kvmesh.coordinator.registry import EpochsUsedUpError, FencedError, MemberRegistry, UnknownMemberError
 from kvmesh.coordinator.state import CoordinatorState
 from kvmesh.coordinator.storage import MemoryStore
@@ -242,13 +242,16 @@ class CoordinatorService(Service):
         return json_response({})
 
     async def _transfers(self, request: web.Request) -> web.Response:
-        return json_response(
-            self._ledger.query(
-                state=_state_query(request),
-                stuck=request.query.get("stuck", "").lower() in {"1", "true", "yes"},
-                limit=min(_int_query(request, "limit", 100), MAX_LISTED_TRANSFERS),
-            )
+        wanted = LedgerQuery(
+            state=_state_query(request),
+            open=_is_set(request, "open"),
+            stuck=_is_set(request, "stuck"),
+            instance=request.query.get("instance"),
+            request=request.query.get("request"),
+            older_than_ms=round(1e3 * _float_query(request, "older_than_s", 0.0)),
         )
+        limit = min(_int_query(request, "limit", 100), MAX_LISTED_TRANSFERS)
+        return json_response(self._ledger.query(wanted, limit=limit))
 
     async def _transfer(self, request: web.Request) -> web.Response:
         text = request.match_info["transfer_id"]
@@ -305,6 +308,10 @@ def _state_query(request: web.Request) -> TransferState | None:
     except msgspec.ValidationError:
         raise bad_request(f"state must be one of {', '.join(get_args(TransferState))}.", param="state") from None
     return state
+
+
+def _is_set(request: web.Request, name: str) -> bool:
+    return request.query.get(name, "").lower() in {"1", "true", "yes"}
 
 
 def _int_query(request: web.Request, name: str, default: int) -> int:

@@ -25,7 +25,7 @@ from kvmesh.protocol.transfer import (
     TransferState,
 )
 
-__all__ = ["LedgerStatistics", "TransferLedger"]
+__all__ = ["LedgerQuery", "LedgerStatistics", "TransferLedger"]
 
 DEFAULT_MAX_TRANSFERS = 100_000
 """About 100 MB at the worst."""
@@ -56,6 +56,31 @@ class LedgerStatistics(NamedTuple):
     """Events that came after their side's final word and were dropped."""
     evicted_finished_total: int
     evicted_open_total: int
+
+
+class LedgerQuery(NamedTuple):
+    """Which transfers are asked for: those that all that is set applies to."""
+
+    state: TransferState | None = None
+    open: bool = False
+    """Not finished."""
+    stuck: bool = False
+    """Not finished and past the deadline."""
+    instance: str | None = None
+    """A server that takes part."""
+    request: str | None = None
+    """Request id, or the beginning of one."""
+    older_than_ms: int = 0
+    """Age of an open transfer, time that a finished one took."""
+
+    def matches(self, record: TransferRecord, age_ms: int) -> bool:
+        """Whether a transfer is asked for; ``open`` and ``stuck`` are for the caller."""
+        return (
+            self.state in (None, record.state)
+            and age_ms >= self.older_than_ms
+            and (self.request is None or record.request_id.startswith(self.request))
+            and (self.instance is None or any(server_of(side.instance_id) == self.instance for side in record.sides))
+        )
 
 
 class TransferLedger:
@@ -138,20 +163,26 @@ class TransferLedger:
         record = self._open.get(transfer_id) or self._finished.get(transfer_id)
         return None if record is None else self._view(record)
 
-    def query(self, *, state: TransferState | None = None, stuck: bool = False, limit: int = 100) -> TransferList:
-        """Newest first, or with ``stuck`` only those past their deadline, oldest first.
+    def query(self, wanted: LedgerQuery | None = None, *, limit: int = 100) -> TransferList:
+        """Newest first, or with ``wanted.stuck`` oldest first.
 
         Args:
-            state: only transfers in this state.
-            stuck: only transfers that are not finished and past their deadline.
+            wanted: which transfers; None: all.
             limit: at most so many.
         """
+        wanted = wanted or LedgerQuery()
+        now_ms = self._now_ms
         stuck_records = self._stuck()
-        if stuck:
-            chosen = [record for record in stuck_records if state in (None, record.state)][:limit]
+        if wanted.stuck:
+            chosen = [record for record in stuck_records if wanted.matches(record, record.age_at(now_ms))][:limit]
         else:
-            every = (record for queue in (self._open, self._finished) for record in queue.values())
-            matching = (record for record in every if state in (None, record.state))
+            queues = (self._open,) if wanted.open else (self._open, self._finished)
+            every = (
+                (record, now_ms if queue is self._open else record.updated_unix_ms)
+                for queue in queues
+                for record in queue.values()
+            )
+            matching = (record for record, end_ms in every if wanted.matches(record, record.age_at(end_ms)))
             chosen = nlargest(limit, matching, key=lambda record: record.started_unix_ms)
         return TransferList(
             transfers=[self._view(record) for record in chosen],
@@ -233,7 +264,7 @@ class TransferLedger:
         return msgspec.structs.replace(
             record,
             sides=[msgspec.structs.replace(side) for side in record.sides],
-            age_ms=max(0, end_ms - record.started_unix_ms),
+            age_ms=record.age_at(end_ms),
             stuck=open_ and _is_stuck(record, self._now_ms),
         )
 

@@ -267,6 +267,10 @@ class TransferRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     stuck: bool = False
     """Past its deadline and not finished."""
 
+    def age_at(self, unix_ms: int) -> int:
+        """Milliseconds from its first event until then."""
+        return max(0, unix_ms - self.started_unix_ms)
+
 
 class TransferList(msgspec.Struct, kw_only=True):
     """``GET /transfers?state=S&stuck=1&limit=N``: newest first; stuck ones oldest first."""

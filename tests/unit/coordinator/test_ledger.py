@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.coordinator.ledger import STUCK_AFTER_MS, TransferLedger
+from kvmesh.coordinator.ledger import STUCK_AFTER_MS, LedgerQuery, TransferLedger
 from kvmesh.net.clock import ManualClock
 from kvmesh.protocol.transfer import LedgerEvent
 
@@ -93,15 +93,15 @@ def test_stuck_transfers_by_age(clock, ledger):
             event(3, "context", "completed", 0, deadline_unix_ms=START_MS + 1),
         ]
     )
-    assert ledger.query(stuck=True).transfers == []
+    assert ledger.query(LedgerQuery(stuck=True)).transfers == []
     clock.advance(6)
-    assert [r.transfer_id for r in ledger.query(stuck=True).transfers] == [1]
+    assert [r.transfer_id for r in ledger.query(LedgerQuery(stuck=True)).transfers] == [1]
     clock.advance(STUCK_AFTER_MS / 1000)
-    stuck = ledger.query(stuck=True)
+    stuck = ledger.query(LedgerQuery(stuck=True))
     assert [r.transfer_id for r in stuck.transfers] == [2, 1], "oldest first"
     assert stuck.stuck == 2
     assert all(r.stuck for r in stuck.transfers)
-    assert [r.transfer_id for r in ledger.query(stuck=True, state="registered").transfers] == [2]
+    assert [r.transfer_id for r in ledger.query(LedgerQuery(stuck=True, state="registered")).transfers] == [2]
 
 
 def test_a_dead_member_leaves_nothing_open(clock, ledger):
@@ -144,7 +144,7 @@ def test_newest_first_and_limited(ledger):
     ledger.record([event(n, "context", "registered", n) for n in (3, 1, 2)])
     assert [r.transfer_id for r in ledger.query().transfers] == [3, 2, 1]
     assert [r.transfer_id for r in ledger.query(limit=1).transfers] == [3]
-    assert ledger.query(state="completed").transfers == []
+    assert ledger.query(LedgerQuery(state="completed")).transfers == []
 
 
 def test_a_view_is_a_copy(ledger):
@@ -163,3 +163,27 @@ def test_with_a_server_all_its_ranks_die(ledger):
     )
     assert ledger.member_died("ctx", 1) == 2
     assert [ledger.get(number).state for number in (7, 8, 9)] == ["failed", "failed", "registered"]
+
+
+def test_what_is_searched_for(clock):
+    ledger = TransferLedger(clock)
+    ledger.record([event(1, "context", "registered", request_id="alpha-1", instance_id="context-1")])
+    ledger.record(
+        [event(2, "context", "completed", 300, request_id="alpha-2"), event(2, "generation", "completed", 900)]
+    )
+    ledger.record([event(3, "context", "registered", request_id="beta", deadline_unix_ms=START_MS + 500)])
+    clock.advance(1.0)
+
+    def found(**wanted: object) -> list[int]:
+        return sorted(record.transfer_id for record in ledger.query(LedgerQuery(**wanted)).transfers)
+
+    assert found() == [1, 2, 3]
+    assert found(open=True) == [1, 3]
+    assert found(stuck=True) == [3]
+    assert found(instance="context-1") == [1]
+    assert found(instance="generation-0") == [2]
+    assert found(instance="context") == []
+    assert found(request="alpha") == [1, 2]
+    assert found(older_than_ms=700) == [1, 3], "a finished one took 600 ms, however long ago"
+    assert found(older_than_ms=600) == [1, 2, 3]
+    assert found(state="registered", request="beta", open=True) == [3]
