@@ -70,6 +70,23 @@ def test_nixl_backend(nixl_mesh: Mesh, golden: Items, stream: bool) -> None:
     check(nixl_mesh, golden, stream=stream)
 
 
+@pytest.mark.parametrize(
+    ("backend", "fields"),
+    [("DEFAULT", {"max_tokens_in_buffer": 64, "kv_transfer_timeout_ms": None}), ("NIXL", {})],
+    ids=["BUILTIN", "NIXL"],
+)
+def test_staging_buffers(make_mesh: Make, golden: Items, backend: str, fields: dict[str, Any]) -> None:
+    """§2b: the CPP runtime; with a buffer of two pages, and without any deadline."""
+    transfers = {"cache_transceiver_config": {"backend": backend, "transceiver_runtime": "CPP", **fields}}
+    mesh = make_mesh({"context": transfers, "generation": transfers})
+    backend = "BUILTIN" if backend == "DEFAULT" else backend
+    assert mesh["generation"].get("/server_info")["transfer_backend"] == f"CPP/{backend}"
+    check(mesh, golden, stream=False)
+    stats = mesh["generation"].stats()
+    assert stats["transfers_completed_total"] == len(golden)
+    assert stats["staging_bytes"] > 0 == stats["staging_receive_used_bytes"]
+
+
 @pytest.mark.parametrize("backend", ["UCX", "MOONCAKE", "MPI"])
 def test_optional_backends(make_mesh: Make, golden: Items, backend: str) -> None:
     """§2b: ``auto`` falls back to the CPP runtime, the only one that these have."""
