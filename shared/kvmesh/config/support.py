@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from kvmesh.config.block_reuse import BlockReuseConfig
-from kvmesh.config.cache_transceiver import CacheTransceiverConfig
 from kvmesh.config.kv_cache import KvCacheConfig
 from kvmesh.config.kv_events import KVEventsConfig
 from kvmesh.config.mamba_state import MambaStateConfig

@@ -1,7 +1,7 @@
 """Which backend and which runtime a server uses: pure decisions from the configuration, the environment and facts.
 
 Rejections are sentences for the person who wrote the configuration; several blockers of pipelined transfer are joined
-into one. What resolves but is not built is refused by :func:`refuse_unbuilt`, with ``not supported yet: ...``.
+into one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ __all__ = [
     "ServerFacts",
     "TransceiverConfigError",
     "installed_backends",
-    "refuse_unbuilt",
     "resolve",
     "resolve_backend",
     "resolve_runtime",
@@ -88,11 +87,12 @@ class Resolved(NamedTuple):
 
 def installed_backends() -> frozenset[BackendName]:
     """The backends whose library is installed; none is imported."""
-    return frozenset({"BUILTIN"}) | {
+    found: set[BackendName] = {
         backend
         for backend, library in LIBRARIES.items()
         if any(importlib.util.find_spec(module) is not None for module in library.modules)
     }
+    return frozenset(found | {"BUILTIN"})
 
 
 def resolve(config: CacheTransceiverConfig, environment: Mapping[str, str], facts: ServerFacts) -> Resolved | None:
@@ -179,6 +179,11 @@ def resolve_runtime(
         raise TransceiverConfigError(obstacle)
     if runtime == "PYTHON" and facts.cp_size != 1:
         raise TransceiverConfigError(f"the Python transceiver needs cp_size == 1, got {facts.cp_size}")
+    if runtime == "PYTHON" and config.kv_cache_bounce_size_mb and facts.pool_device == "cuda":
+        raise TransceiverConfigError(
+            f"kv_cache_bounce_size_mb works on pools in host memory; set it to 0 on CUDA, not "
+            f"{config.kv_cache_bounce_size_mb}"
+        )
     if runtime == "CPP" and config.kv_cache_bounce_size_mb:
         warnings.append("kv_cache_bounce_size_mb has no effect with transceiver_runtime CPP")
     if runtime == "PYTHON" and config.max_tokens_in_buffer is not None:
@@ -192,17 +197,6 @@ def resolve_runtime(
             f"kv_transfer_timeout_ms; this server has {runtime}, {backend} and {config.kv_transfer_timeout_ms}"
         )
     return runtime, tuple(warnings)
-
-
-def refuse_unbuilt(config: CacheTransceiverConfig, resolved: Resolved) -> None:
-    """Refuse what the configuration may say but this version does not do.
-
-    Raises:
-        TransceiverConfigError: ``not supported yet: ...``, naming every such setting.
-    """
-    unbuilt: list[str] = []
-    if unbuilt:
-        raise TransceiverConfigError("not supported yet: " + "; ".join(unbuilt))
 
 
 def _python_obstacle(config: CacheTransceiverConfig, backend: BackendName) -> str | None:

@@ -22,7 +22,7 @@ from kvmesh.transceiver.staged.copying import PageCopier
 from kvmesh.transceiver.staged.pieces import Segment
 from kvmesh.transceiver.staged.region import RegionSize, StagingMemory
 from kvmesh.transceiver.staged.rooms import Rooms
-from kvmesh.transceiver.types import PoolMemory
+from kvmesh.transceiver.types import PoolMemory, StagingStats
 
 __all__ = ["BounceGates", "BounceObstacle", "BounceRegions", "BounceRun", "count_fragments", "owner_obstacle"]
 
@@ -149,6 +149,15 @@ class BounceRegions:
     def receive_used_bytes(self) -> int:
         """Bytes taken in the receive region, with those of ended transfers whose owner may still write."""
         return self._rooms[1].used_bytes
+
+    def told_fallbacks(self) -> dict[str, int]:
+        """How often pages moved one by one, by the reason."""
+        with self._lock:
+            return {str(reason): count for reason, count in self.fallbacks.items()}
+
+    def stats(self) -> StagingStats:
+        """How full the regions are."""
+        return StagingStats(self.size_bytes, self.send_used_bytes, self.receive_used_bytes)
 
     def reserve(self, num_pages: int, num_bytes: int) -> BounceRun | None:
         """Receiver: a run for what is about to be asked for; None (counted) when the pages are to come one by one."""

@@ -13,11 +13,11 @@ from kvmesh.config.transfer_backend import (
     ServerFacts,
     TransceiverConfigError,
     installed_backends,
-    refuse_unbuilt,
     resolve,
 )
 from kvmesh.net.clock import Clock, SystemClock
 from kvmesh.telemetry import get_logger
+from kvmesh.transceiver.bounce import BounceGates, BounceRegions
 from kvmesh.transceiver.channels.factory import create_channel
 from kvmesh.transceiver.planes.base import DataPlane, PlaneError
 from kvmesh.transceiver.planes.builtin import BuiltinPlane, PlaneChoice
@@ -91,7 +91,6 @@ def create_transceiver(
     log = get_logger("transceiver")
     for warning in resolved.warnings:
         log.warning(warning)
-    refuse_unbuilt(config, resolved)
     sizes = [pool.page_bytes for pool in layout.pools]
     if [pool.page_bytes for pool in pools] not in (sizes, 2 * sizes):
         raise TransceiverConfigError("the pools' page sizes are not those of the layout")
@@ -102,6 +101,7 @@ def create_transceiver(
         log.warning("transfer_checksums has no effect on CUDA pools: pages are checked in host memory only")
         checksums = False
     key = PeerKey(instance_id, epoch)
+    bounce: BounceRegions | None = None
     try:
         if resolved.runtime == "CPP":
             longest = max(pool.num_pages for pool in pools) * layout.tokens_per_block
@@ -121,7 +121,9 @@ def create_transceiver(
                 key, pools, size, channel, signer=signer, bind_host=bind_host, times=times
             )
         else:
-            data_plane = _paged_plane(resolved, pools, str(key), bind_host, plane, times)
+            bounce = _bounce_regions(config, pools, environment)
+            memory = [*pools, *(bounce.pools if bounce is not None else ())]
+            data_plane = _paged_plane(resolved, memory, str(key), bind_host, plane, times)
     except PlaneError as error:
         raise TransceiverConfigError(str(error)) from error
     transceiver = Transceiver(
@@ -134,6 +136,7 @@ def create_transceiver(
         cluster_secret=cluster_secret,
         bind_host=bind_host,
         checksums=checksums,
+        bounce=bounce,
         times=times,
         clock=clock or SystemClock(),
         waiter=waiter or ConditionWaiter(),
@@ -142,6 +145,18 @@ def create_transceiver(
     transceiver.start()
     log.info("transceiver ready", backend=data_plane.name, endpoint=transceiver.control_endpoint)
     return transceiver
+
+
+def _bounce_regions(
+    config: CacheTransceiverConfig, pools: Sequence[PoolMemory], environment: Mapping[str, str]
+) -> BounceRegions | None:
+    if not config.kv_cache_bounce_size_mb:
+        return None
+    try:
+        gates = BounceGates.from_environment(environment)
+    except ValueError as error:
+        raise TransceiverConfigError(str(error)) from error
+    return BounceRegions(config.kv_cache_bounce_size_mb << 20, pools, gates)
 
 
 def _paged_plane(

@@ -83,7 +83,7 @@ class Transceiver:
         self.backend_name = plane.name
         self._bounce = bounce
         self._plane = plane
-        self._staging = staging
+        self._staging = staging if bounce is None else bounce.stats
         self._control = Control(str(key), bind_host, self)
         self._ledger = Ledger(key, clock)
         self._workers = PeerWorkers("kvmesh-transfer")
@@ -374,7 +374,7 @@ class Transceiver:
     def stats(self) -> TransceiverStats:
         """Gauges and counters."""
         sent, received = self._sender.table, self._receiver.table
-        staging = self._staging()
+        staging, bounce = self._staging(), self._bounce
         return TransceiverStats(
             send_sessions=len(sent.open),
             receive_sessions=len(received.open),
@@ -396,6 +396,9 @@ class Transceiver:
             staging_receive_used_bytes=staging.receive_used_bytes,
             staging_send_waiting=staging.send_waiting,
             staging_receive_waiting=staging.receive_waiting,
+            bounced_total=0 if bounce is None else bounce.bounced_total,
+            bounce_fallbacks={} if bounce is None else bounce.told_fallbacks(),
+            bounce_orphaned_bytes=sum(one.run.where.nbytes for one in received.quarantine if one.run is not None),
         )
 
     def pins(self) -> list[tuple[float, int]]:

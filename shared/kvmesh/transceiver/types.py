@@ -120,7 +120,7 @@ class TransferSize(NamedTuple):
 
 
 class StagingStats(NamedTuple):
-    """Gauges of the two staging regions of an engine; all zero where there are none."""
+    """Gauges of the two staging or bounce regions of an engine; all zero where there are none."""
 
     capacity_bytes: int = 0
     """Of each region."""
@@ -161,3 +161,9 @@ class TransceiverStats(NamedTuple):
     staging_receive_used_bytes: int
     staging_send_waiting: int
     staging_receive_waiting: int
+    bounced_total: int
+    """Transfers that this engine has sent in one piece, through its bounce region."""
+    bounce_fallbacks: dict[str, int]
+    """Transfers whose pages moved one by one although this engine has bounce regions, by the reason."""
+    bounce_orphaned_bytes: int
+    """Of the receive region: kept for transfers that have ended while their owner may still write."""

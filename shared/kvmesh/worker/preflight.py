@@ -14,7 +14,6 @@ from kvmesh.config.attention_dp import rank_memory_bytes
 from kvmesh.config.startup import refuse_impossible, refuse_unsupported
 from kvmesh.config.transfer_backend import (
     TransceiverConfigError,
-    refuse_unbuilt,
     resolve,
 )
 from kvmesh.config.transfer_facts import server_facts
@@ -45,8 +44,6 @@ def check_settings(settings: WorkerSettings) -> None:
     facts = server_facts(settings, "cuda" if settings.device == "cuda" else "cpu")
     try:
         resolved = resolve(transfers, os.environ, facts)
-        if resolved is not None:
-            refuse_unbuilt(transfers, resolved)
     except TransceiverConfigError as error:
         raise ConfigError(str(error)) from error
     if resolved is not None and not settings.cluster_secret:

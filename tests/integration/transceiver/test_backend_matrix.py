@@ -99,6 +99,27 @@ def test_pages_arrive(
     check_quiet(pair)
 
 
+def test_pages_arrive_through_bounce_regions(make_pair: Callable[..., Pair], backend: Backend) -> None:
+    """§6.6: what lies scattered goes in one piece, what lies together does not; the CPP runtime ignores the setting."""
+    chance = random.Random(7)
+    pair = start(make_pair, backend, kv_cache_bounce_size_mb=BOUNCE_MB)
+    for transfer in range(1, 4):
+        pair.move(transfer, scattered(chance), scattered(chance))
+    pair.move(4, contiguous(chance), contiguous(chance))
+    pair.move(5, list(range(96)), chance.sample(range(96), 96))
+    sent, received = pair.context.stats(), pair.generation.stats()
+    if backend.is_staged:
+        assert sent["bounced_total"] == 0
+        assert sent["bounce_fallbacks"] == received["bounce_fallbacks"] == {}
+    else:
+        # The last one is larger than the region.
+        assert sent["bounced_total"] == 3
+        assert sent["bounce_fallbacks"] == {"contiguous": 1, "not_offered": 1}
+        assert received["bounce_fallbacks"] == {"no_room": 1}
+        assert sent["staging_capacity_bytes"] == received["staging_capacity_bytes"] == BOUNCE_MB << 20
+    check_quiet(pair)
+
+
 def test_slices_arrive_while_the_rest_is_computed(make_pair: Callable[..., Pair], backend: Backend) -> None:
     """§6.5; generation first, with one slice where the receiver reads."""
     chance = random.Random(6)

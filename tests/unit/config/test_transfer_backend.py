@@ -11,7 +11,6 @@ from kvmesh.config.transfer_backend import (
     Resolved,
     ServerFacts,
     TransceiverConfigError,
-    refuse_unbuilt,
     resolve,
 )
 
@@ -178,29 +177,10 @@ def test_several_blockers_come_in_one_message() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        (config("NIXL", kv_cache_bounce_size_mb=8), ["kv_cache_bounce_size_mb 8"]),
-    ],
-)
-def test_what_is_not_built_is_refused_by_name(settings: CacheTransceiverConfig, named: list[str]) -> None:
-    with pytest.raises(TransceiverConfigError, match=r"^not supported yet: ") as error:
-        refuse_unbuilt(settings, decide(settings))
-    assert all(name in str(error.value) for name in named)
-
-
-def test_what_is_built_is_not_refused() -> None:
-    for settings, facts in [
-        (config(), CPU),
-        (config("NIXL", "PYTHON"), CUDA),
-        (config("DEFAULT", "CPP"), CPU),
-        (config("NIXL", None), CPU),
-        (config("UCX"), CPU),
-        (config("MPI"), CPU),
-        (config("DEFAULT", kv_transfer_timeout_ms=None), CPU),
-    ]:
-        refuse_unbuilt(settings, decide(settings, facts))
+def test_bounce_needs_host_memory() -> None:
+    with pytest.raises(TransceiverConfigError, match=r"kv_cache_bounce_size_mb works on pools in host memory"):
+        decide(config("NIXL", kv_cache_bounce_size_mb=8), CUDA)
+    assert decide(config("NIXL", kv_cache_bounce_size_mb=8), CPU).warnings == ()
 
 
 @pytest.mark.parametrize(
@@ -212,6 +192,6 @@ def test_what_is_built_is_not_refused() -> None:
 )
 def test_what_a_runtime_has_no_use_for_is_said(runtime: str, fields: dict[str, int], warning: str) -> None:
     """§2b."""
-    assert any(warning in said for said in decide(config("DEFAULT", runtime, **fields)).warnings)
+    assert any(warning in said for said in decide(config("DEFAULT", runtime, **fields), CPU).warnings)
     other = "CPP" if runtime == "PYTHON" else "PYTHON"
-    assert decide(config("DEFAULT", other, **fields)).warnings == ()
+    assert decide(config("DEFAULT", other, **fields), CPU).warnings == ()
