@@ -148,6 +148,10 @@ class Control:
         if not self._enqueue(lambda: self._watch(pidfd, peer)):
             os.close(pidfd)
 
+    def unwatch(self, instance_id: str, epoch: int) -> None:
+        """Let go of the processes of these lives of a peer (this one and earlier ones), which may run on."""
+        self._enqueue(lambda: self._unwatch(instance_id, epoch))
+
     def close(self, timeout_s: float = 2.0) -> None:
         """Send what is queued and close; idempotent. Waits ``timeout_s`` at most."""
         if self._closing or not self.endpoint:
@@ -322,10 +326,18 @@ class Control:
         self._watch_source(pidfd, lambda _events: self._process_ended(pidfd))
 
     def _process_ended(self, pidfd: int) -> None:
+        self._handler.on_process_ended(self._let_go(pidfd))
+
+    def _unwatch(self, instance_id: str, epoch: int) -> None:
+        for pidfd, peer in list(self._watched.items()):
+            if peer.instance_id == instance_id and peer.epoch <= epoch:
+                self._let_go(pidfd)
+
+    def _let_go(self, pidfd: int) -> PeerKey:
         del self._sources[pidfd]
         self._poller.unregister(pidfd)
         os.close(pidfd)
-        self._handler.on_process_ended(self._watched.pop(pidfd))
+        return self._watched.pop(pidfd)
 
     def _stop(self) -> None:
         with self._lock:

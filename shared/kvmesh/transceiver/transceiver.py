@@ -350,6 +350,7 @@ class Transceiver:
 
     def on_peer_dead(self, instance_id: str, epoch: int) -> None:
         """``epoch`` and older lives of an instance are known to be dead: they read and write no more."""
+        self._control.unwatch(instance_id, epoch)
         self._sender.peer_dead(instance_id, epoch)
         self._receiver.peer_dead(instance_id, epoch)
 

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -212,3 +213,29 @@ def test_the_end_of_a_process_is_told_once(make: Callable[[str], Recorder]) -> N
     assert recorder.next() == ("ended", peer)
     recorder.control.connect(recorder.control.endpoint)
     assert recorder.next() == ("connected", recorder.control.endpoint), "and not a second time"
+
+
+def test_processes_of_lives_that_are_over_are_let_go_of_though_they_run_on(make: Callable[[str], Recorder]) -> None:
+    recorder = make("owner")
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    before = process_descriptors()
+    recorder.control.watch(os.pidfd_open(child.pid), PeerKey("peer", 1))
+    recorder.control.watch(os.pidfd_open(child.pid), PeerKey("peer", 2))
+    recorder.control.unwatch("peer", 1)
+    recorder.control.unwatch("another", 9)
+    recorder.control.connect(recorder.control.endpoint)
+    assert recorder.next() == ("connected", recorder.control.endpoint)
+    assert len(process_descriptors()) == len(before) + 1
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    assert recorder.next() == ("ended", PeerKey("peer", 2))
+
+
+def process_descriptors() -> set[str]:
+    """Descriptors of this process that are pidfds."""
+    found = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if "pidfd" in str(fd.readlink()):
+                found.add(fd.name)
+    return found
