@@ -26,7 +26,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 HERE = Path(__file__).parent
 IDLE_S = 5.0
@@ -48,7 +48,10 @@ SHAPES = (
     Shape("64KiB", layers=2, kv_heads=4, head_dim=64, tokens_per_block=16),
     # SmolLM2-135M in float32: 1.41 MiB.
     Shape("SmolLM2", layers=30, kv_heads=3, head_dim=64, tokens_per_block=32),
+    # Small enough that what a library does for each page counts.
+    Shape("4KiB", layers=1, kv_heads=2, head_dim=64, tokens_per_block=4),
 )
+DEFAULT_SHAPES = ("64KiB", "SmolLM2")
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,11 @@ class Process:
         """Close its stdin and wait."""
         self._process.communicate(timeout=20)
 
+    def kill(self) -> None:
+        """End it now, if it still runs."""
+        self._process.kill()
+        self._process.communicate()
+
 
 class Pair:
     """Two engines, and the library alone."""
@@ -137,15 +145,16 @@ class Pair:
             "threads": threads,
         }
         command = [*way.launcher, sys.executable, str(HERE / "processes" / "transfer_engine.py")]
-        self.context = Process(command, {"role": "context", **options})
-        self.generation = Process(command, {"role": "generation", **options})
+        self._processes: list[Process] = []
+        self.context = self._start(command, {"role": "context", **options})
+        self.generation = self._start(command, {"role": "generation", **options})
         self.pages, self.page_bytes = self.generation.facts["pages"], self.generation.facts["page_bytes"]
         self.library = None
         if way.library is not None:
             two = [MPIEXEC, "-n", "2"] if way.library == "mpi" else []
             raw = [*two, sys.executable, str(HERE / "peers" / "raw_transfer.py")]
             wanted = {"library": way.library, "pages": self.pages, "page_bytes": self.page_bytes}
-            self.library = Process(raw, wanted)
+            self.library = self._start(raw, wanted)
 
     def move(self, kind: str) -> dict[str, float]:
         """Wall and processor seconds of one transfer."""
@@ -171,14 +180,32 @@ class Pair:
 
     def end(self) -> None:
         """End all processes."""
-        for process in (self.generation, self.context, self.library):
-            if process is not None:
-                process.end()
+        for process in reversed(self._processes):
+            process.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for process in self._processes:
+            process.kill()
+
+    def _start(self, command: list[str], options: dict[str, Any]) -> Process:
+        try:
+            self._processes.append(Process(command, options))
+        except WayError:
+            self.__exit__()
+            raise
+        return self._processes[-1]
 
 
 def measure(name: str, shape: Shape, *, rounds: int, latency_rounds: int, **options: Any) -> dict[str, Any]:
     """One row: ratios to memcpy and to the library, throughput, the latency of one page, and what idling takes."""
-    pair = Pair(WAYS[name], shape, **options)
+    with Pair(WAYS[name], shape, **options) as pair:
+        return {"way": name, "page": shape.name, **_measure(pair, rounds, latency_rounds, options["checksums"])}
+
+
+def _measure(pair: Pair, rounds: int, latency_rounds: int, checksums: bool) -> dict[str, Any]:
     moved = pair.pages * pair.page_bytes
     for _ in range(3):
         pair.memcpy_s()
@@ -204,11 +231,9 @@ def measure(name: str, shape: Shape, *, rounds: int, latency_rounds: int, **opti
     idle = pair.idle_percent()
     pair.end()
     return {
-        "way": name,
-        "page": shape.name,
         "page_bytes": pair.page_bytes,
         "pages": pair.pages,
-        "checksums": options["checksums"],
+        "checksums": checksums,
         "ratio_vs_memcpy": _median(ratios["scattered"]),
         "contiguous_ratio_vs_memcpy": _median(ratios["contiguous"]),
         "ratio_vs_raw_copy": _median(kernels),
@@ -284,7 +309,11 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", default=",".join(WAYS), help=f"comma-separated: {', '.join(WAYS)}")
-    parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES), help="comma-separated page sizes")
+    parser.add_argument(
+        "--shapes",
+        default=",".join(DEFAULT_SHAPES),
+        help=f"comma-separated: {', '.join(shape.name for shape in SHAPES)}",
+    )
     parser.add_argument("--mib", type=int, default=128, help="bytes of one transfer, in MiB")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--latency-rounds", type=int, default=500)
@@ -292,6 +321,7 @@ def main() -> None:
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
+    failed: list[str] = []
     for name in options.ways.split(","):
         if (reason := obstacle(WAYS[name])) is not None:
             skipped[name] = reason
@@ -301,19 +331,26 @@ def main() -> None:
             if shape.name not in options.shapes.split(","):
                 continue
             for checksums in (False, True):
-                row = measure(
-                    name,
-                    shape,
-                    rounds=options.rounds,
-                    latency_rounds=options.latency_rounds,
-                    nbytes=options.mib * MIB,
-                    checksums=checksums,
-                    threads=options.threads,
-                )
+                try:
+                    row = measure(
+                        name,
+                        shape,
+                        rounds=options.rounds,
+                        latency_rounds=options.latency_rounds,
+                        nbytes=options.mib * MIB,
+                        checksums=checksums,
+                        threads=options.threads,
+                    )
+                except WayError as error:
+                    failed.append(f"{name} {shape.name}: {error}")
+                    print(f"{name:13} {shape.name:8} failed: {error}", flush=True)
+                    continue
                 rows.append(row)
                 print(told(row), flush=True)
     head = {"benchmark": "transfer", "machine": platform.machine(), "threads": options.threads}
-    print(json.dumps({**head, **summary(rows), "skipped": skipped, "rows": rows}))
+    print(json.dumps({**head, **summary(rows), "skipped": skipped, "failed": failed, "rows": rows}))
+    if failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -326,6 +326,7 @@ def main() -> None:
     name, pages, page_bytes = options["library"], options["pages"], options["page_bytes"]
     answers, sys.stdout = sys.stdout, sys.stderr
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     os.environ.setdefault("UCX_MODULES", "^ib")
     os.environ.setdefault("UCX_NET_DEVICES", "lo")

@@ -269,3 +269,9 @@ class EngineReporter:
         stats.staging_receive_used_bytes = transfers.staging_receive_used_bytes
         stats.staging_send_waiting = transfers.staging_send_waiting
         stats.staging_receive_waiting = transfers.staging_receive_waiting
+        stats.bounce_transfers_total = transfers.bounced_total
+        stats.bounce_small_total = transfers.bounce_fallbacks.get("small", 0)
+        stats.bounce_contiguous_total = transfers.bounce_fallbacks.get("contiguous", 0)
+        stats.bounce_no_room_total = transfers.bounce_fallbacks.get("no_room", 0)
+        stats.bounce_not_offered_total = transfers.bounce_fallbacks.get("not_offered", 0)
+        stats.bounce_orphaned_bytes = transfers.bounce_orphaned_bytes

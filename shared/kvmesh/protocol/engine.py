@@ -273,6 +273,18 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     """Transfers whose pages are here, and that wait for room in the send buffer."""
     staging_receive_waiting: int = 0
     """Transfers to here that wait for room in the receive buffer."""
+    bounce_transfers_total: int = 0
+    """Transfers from here whose pages went in one piece."""
+    bounce_small_total: int = 0
+    """Bounce regions were there, but the pages of so many transfers moved one by one: too few to gain by it."""
+    bounce_contiguous_total: int = 0
+    """They were in few pieces already."""
+    bounce_no_room_total: int = 0
+    """No run of the regions was free that holds them."""
+    bounce_not_offered_total: int = 0
+    """The receiver had reserved none."""
+    bounce_orphaned_bytes: int = 0
+    """Of the receive region: kept for transfers that ended while their owner may still write."""
     events_published_total: int = 0
     """Batches of streamed KV events."""
     events_dropped_total: int = 0
