@@ -171,8 +171,9 @@ def _members(members: list[Member], unreachable: Mapping[str, str]) -> Table:
         load = member.load
         role = "" if member.instance_id.startswith(member.role) else f" ({member.role})"
         name = Text(member.instance_id + role)
-        if member.tp_size * member.pp_size > 1:
-            name += Text(f" tp {member.tp_size} pp {member.pp_size}", "dim")
+        for kind, size in (("tp", member.tp_size), ("pp", member.pp_size)):
+            if size > 1:
+                name += Text(f" {kind}{size}", "dim")
         if member.draining:
             name += Text(" draining", "yellow")
         if member.instance_id in unreachable:
