@@ -29,12 +29,26 @@ PROMPT_DIGEST = bytes(32)
 
 
 class Lease:
-    def __init__(self, pages: list[int]) -> None:
-        self._pages = np.array(pages, dtype=np.int32)
+    """Pages of the device, and of the host tier, whose numbers follow those."""
+
+    def __init__(self, pages: list[int], device_pages: int) -> None:
+        numbers = np.array(pages, dtype=np.int32)
+        self._levels = (numbers >= device_pages).astype(np.uint8)
+        self._pages = numbers - device_pages * self._levels.astype(np.int32)
+        self.lost = False
         self.released = False
 
     def page_ids(self, _group: int) -> np.ndarray:
         return self._pages
+
+    def levels(self, _group: int) -> np.ndarray:
+        return self._levels
+
+    def let_move(self) -> bool:
+        return bool(self._levels.any())
+
+    def keep_place(self) -> bool:
+        return True
 
     def quarantine(self) -> None:
         assert not self.released
@@ -66,6 +80,7 @@ class EngineProcess:
         transceiver: dict[str, Any],
         plane: str,
         checksums: bool,
+        host_pages: int = 0,
         layers: int = 2,
         connect_timeout_s: float = 10.0,
     ) -> None:
@@ -77,17 +92,17 @@ class EngineProcess:
         self.device = CpuDevice(num_pages * pool.page_bytes)
         self.buffer = self.device.allocate(num_pages * pool.page_bytes)
         self.pages = self.buffer.array.reshape(num_pages, pool.page_bytes)
-        memory = PoolMemory(
-            address=self.buffer.address,
-            nbytes=self.buffer.nbytes,
-            num_pages=num_pages,
-            page_bytes=pool.page_bytes,
-            fd=self.buffer.fd,
-        )
+        self.num_pages = num_pages
+        pools = [_memory(self.buffer, num_pages, pool.page_bytes)]
+        self.host = CpuDevice(max(1, host_pages) * pool.page_bytes)
+        self.host_buffer = self.host.allocate(max(1, host_pages) * pool.page_bytes)
+        self.host_array = self.host_buffer.array.reshape(max(1, host_pages), pool.page_bytes)
+        if host_pages:
+            pools.append(_memory(self.host_buffer, host_pages, pool.page_bytes))
         made = create_transceiver(
             CacheTransceiverConfig(**transceiver),
             layout=self.layout,
-            pools=[memory],
+            pools=pools,
             instance_id=name,
             epoch=1,
             cluster_secret=b"a secret of these tests",
@@ -104,20 +119,27 @@ class EngineProcess:
         self.gates: dict[str, Gate] = {}
 
     def fill(self, seed: int) -> None:
-        self.pages[:] = np.random.default_rng(seed).integers(0, 256, self.pages.shape, dtype=np.uint8)
+        chance = np.random.default_rng(seed)
+        for pages in (self.pages, self.host_array):
+            pages[:] = chance.integers(0, 256, pages.shape, dtype=np.uint8)
 
     def digest(self, pages: list[int]) -> str:
-        return hashlib.sha256(self.pages[pages].tobytes()).hexdigest()
+        return hashlib.sha256(b"".join(self._page(page) for page in pages)).hexdigest()
+
+    def _page(self, page: int) -> bytes:
+        in_host = page >= self.num_pages
+        return bytes(self.host_array[page - self.num_pages] if in_host else self.pages[page])
 
     def offer(self, transfer: int, pages: list[int]) -> str:
-        self.leases[transfer] = Lease(pages)
+        self.leases[transfer] = Lease(pages, self.num_pages)
         handoff = self.transceiver.respond_and_send(
             transfer, f"request-{transfer}", self.leases[transfer], 16 * len(pages) - 5, 7, PROMPT_DIGEST
         )
+        self.transceiver.let_waiting_pages_move()
         return base64.b64encode(handoff).decode()
 
     def ask(self, transfer: int, handoff: str, pages: list[int], first: int = 0) -> None:
-        self.leases[transfer] = Lease(pages)
+        self.leases[transfer] = Lease(pages, self.num_pages)
         decoded = msgspec.msgpack.decode(base64.b64decode(handoff), type=HandOff)
         self.transceiver.request_and_receive(
             transfer, f"request-{transfer}", decoded, self.leases[transfer], [first], PROMPT_DIGEST
@@ -130,7 +152,7 @@ class EngineProcess:
         self.transceiver.expect_receiver(transfer, f"request-{transfer}", 16 * blocks - 5, PROMPT_DIGEST)
 
     def claim(self, transfer: int, address: str, pages: list[int], first: int = 0) -> None:
-        self.leases[transfer] = Lease(pages)
+        self.leases[transfer] = Lease(pages, self.num_pages)
         self.transceiver.claim_and_receive(
             transfer,
             f"request-{transfer}",
@@ -145,7 +167,7 @@ class EngineProcess:
         return self.transceiver.take_claimed()
 
     def send_slice(self, transfer: int, pages: list[int], first: int, *, is_last: bool) -> bool:
-        lease = self.slices[transfer, first] = Lease(pages)
+        lease = self.slices[transfer, first] = Lease(pages, self.num_pages)
         aux = Aux(first_tokens=[1], seed=7, prompt_tokens=16 * len(pages) - 5) if is_last else None
         return self.transceiver.send_slice(transfer, lease, [BlockSpan(first, len(pages))], aux)
 
@@ -160,7 +182,9 @@ class EngineProcess:
             if side == "context"
             else self.transceiver.check_gen_transfer_status
         )
-        return look(at_least)._asdict()
+        ended = look(at_least)._asdict()
+        del ended["notes"]
+        return ended
 
     def step(self, side: str) -> dict[str, Any]:
         """What an executor does in each iteration."""
@@ -203,6 +227,13 @@ class EngineProcess:
             self.open_gate(point)
         self.transceiver.shutdown()
         self.device.free(self.buffer)
+        self.host.free(self.host_buffer)
+
+
+def _memory(buffer: Any, num_pages: int, page_bytes: int) -> PoolMemory:
+    return PoolMemory(
+        address=buffer.address, nbytes=buffer.nbytes, num_pages=num_pages, page_bytes=page_bytes, fd=buffer.fd
+    )
 
 
 def main(pipe: Connection, settings: dict[str, Any]) -> None:
