@@ -149,8 +149,8 @@ class Pair:
         cancelling: set[int] = set()
         while True:
             step = peer.step(side=side)
-            for key, values in step.items():
-                total[key] += values
+            for key, values in total.items():
+                values += step[key]
             cancelling |= set(step["overdue"])
             cancelling = {transfer for transfer in cancelling if not peer.cancel(transfer=transfer)}
             ended = {*total["completed"], *total["cancelled"], *(failure[0] for failure in total["failed"])}
