@@ -13,12 +13,15 @@ from typing import Any
 import anyio
 import psutil
 import pytest
+import torch
 
-from kvmesh.config import KvCacheConfig, WorkerSettings
+from kvmesh.config import ConfigError, KvCacheConfig, WorkerSettings
 from kvmesh.engine.build import EngineBuildError
 from kvmesh.engine.client import EngineClient, EngineDeadError, EngineRefusedError, EngineStartError, TokenStream
 from kvmesh.engine.ranks import leader
 from kvmesh.engine.ranks.errors import RanksLostError
+from kvmesh.models.config import read_config
+from kvmesh.models.store import resolve_model
 from kvmesh.protocol.errors import ApiError
 
 Make = Callable[..., Any]
@@ -169,4 +172,11 @@ async def test_a_follower_that_cannot_load_says_why(settings: WorkerSettings, mo
 def test_sizes_that_do_not_fit(sizes: dict[str, int], message: str, make_engine: Make) -> None:
     with pytest.raises(EngineBuildError, match=message):
         make_engine(**sizes)
+    assert not psutil.Process().children()
+
+
+def test_ranks_work_in_host_memory_only(settings: WorkerSettings) -> None:
+    config = read_config(resolve_model(settings.model))
+    with pytest.raises(ConfigError, match="tensor_parallel_size 2 and pipeline_parallel_size 1 need device cpu"):
+        leader.RankGroup(settings, config, torch.device("cuda"))
     assert not psutil.Process().children()
