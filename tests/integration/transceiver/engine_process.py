@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
+import sys
 import threading
 import time
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection
 from typing import Any
 
 import msgspec
@@ -252,5 +254,13 @@ def main(pipe: Connection, settings: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    # Given by the process that starts this one.
-    main(globals()["PIPE"], globals()["SETTINGS"])
+    if "PIPE" in globals():
+        # Given by the process that starts this one.
+        main(globals()["PIPE"], globals()["SETTINGS"])
+    else:
+        with Client(sys.argv[1]) as connection:
+            main(connection, connection.recv())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # As an engine ends: threads of transfer libraries crash in the interpreter's teardown.
+        os._exit(0)

@@ -56,6 +56,7 @@ BACKENDS: Final = (
     Backend("staged nixl", staged("NIXL")),
     Backend("staged ucx", staged("UCX")),
     Backend("staged mooncake", staged("MOONCAKE")),
+    Backend("staged mpi", staged("MPI")),
 )
 
 
