@@ -153,8 +153,11 @@ async def test_a_follower_that_cannot_load_says_why(settings: WorkerSettings, mo
     with pytest.raises(EngineRefusedError, match=r"engine rank 1: injected fault at engine\.rank1\.load"):
         async with launched(settings):
             pass
+
+
+async def test_a_follower_that_dies_while_it_loads(settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another try may well succeed: this is no refusal."""
     monkeypatch.setenv("KVMESH_FAULTS", "engine.rank1.load=kill")
-    # Another try may well succeed: this is no refusal.
     with pytest.raises(EngineStartError, match="one of its ranks was lost") as caught:
         async with launched(settings):
             pass
