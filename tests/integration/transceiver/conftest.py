@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import runpy
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kvmesh.engine.launching import MPIEXEC_OPTIONS, find_mpiexec
 
 # Forked from one process that has loaded the libraries: a start takes milliseconds instead of seconds.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -36,6 +43,37 @@ class RemoteError(Exception):
     """An ApiError in the process: (status, code, message)."""
 
 
+class UnderMpiexec:
+    """A process that is an MPI world of its own, with the methods of one of ``multiprocessing`` that tests use."""
+
+    def __init__(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="kvm-mpi-")
+        self._listener = Listener(str(Path(self._directory.name) / "s"))
+        argv = [str(find_mpiexec()), *MPIEXEC_OPTIONS, sys.executable, str(SCRIPT), str(self._listener.address)]
+        self._popen = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
+
+    def connect(self) -> Connection:
+        """The pipe to it; a process that does not come is noticed when nothing answers."""
+        with self._listener:
+            return self._listener.accept()
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._popen.returncode
+
+    def is_alive(self) -> bool:
+        return self._popen.poll() is None
+
+    def kill(self) -> None:
+        """mpiexec, and its process with it."""
+        self._popen.terminate()
+
+    def join(self, timeout_s: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(timeout_s)
+        self._directory.cleanup()
+
+
 class Peer:
     """An engine process; its methods are those of ``EngineProcess``."""
 
@@ -52,6 +90,12 @@ class Peer:
             "transceiver": transceiver,
             **settings,
         }
+        self.process: Any
+        if transceiver["backend"] == "MPI":
+            self.process = UnderMpiexec()
+            self._pipe = self.process.connect()
+            self._pipe.send(arguments)
+            return
         self._pipe, theirs = PROCESSES.Pipe()
         self.process = PROCESSES.Process(
             target=runpy.run_path,
