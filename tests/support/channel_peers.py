@@ -39,7 +39,7 @@ _LIBRARIES = {
 _SYSTEM_LIBRARIES = {"mooncake": ("libibverbs.so.1", "libnuma.so.1", "libcurl.so.4")}
 
 REGION_BYTES = 32 << 20
-ANSWER_S = 60.0
+ANSWER_S = 90.0
 CONNECT_S = 5.0
 LOOK_S = 0.2
 _ERRORS = {"PlaneError": PlaneError, "MoveStoppedError": MoveStoppedError}
