@@ -17,6 +17,7 @@ from typing import Final
 from kvmesh.net.faults import FaultInjectedError, fault_point
 from kvmesh.transceiver.planes.base import MoveControl, MoveJob, MoveStoppedError, Part, PlaneError
 from kvmesh.transceiver.planes.pieces import piece_slices
+from kvmesh.transceiver.planes.sockets import STOP_POLL_S, shut, tune
 from kvmesh.transceiver.runs import contiguous_runs
 from kvmesh.transceiver.types import PoolMemory
 
@@ -32,9 +33,6 @@ IOVECS: Final = 64
 """Buffers in one system call; measured best for 64 KiB pages."""
 SUMMED_SLICE_BYTES: Final = 1 << 20
 """Pages are summed after each such slice, while they are in the processor's second-level cache."""
-SOCKET_BUFFER_BYTES: Final = 4 << 20
-STOP_POLL_S: Final = 0.05
-"""A blocked send or receive looks this often whether it was stopped."""
 MAX_CONNECTIONS: Final = 256
 CONNECT_TIMEOUT_S: Final = 5.0
 ALL: Final = slice(None)
@@ -122,7 +120,7 @@ class PageServer:
         for _key, _parts, control in grants:
             control.stop()
         for connection in connections:
-            _shut(connection)
+            shut(connection)
         self._thread.join(1.0)
 
     def _accept(self) -> None:
@@ -142,7 +140,7 @@ class PageServer:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            _tune(connection)
+            tune(connection)
             while (request := _receive_request(connection)) is not None:
                 self._answer(connection, request)
         except (OSError, PlaneError, MoveStoppedError, FaultInjectedError):
@@ -214,7 +212,7 @@ class PageClient:
             connection = socket.create_connection(self._address, CONNECT_TIMEOUT_S)
         except OSError as error:
             raise PlaneError(f"cannot reach the page server at {self._where}: {error}") from error
-        _tune(connection)
+        tune(connection)
         return connection
 
     def _pull(self, connection: socket.socket, job: MoveJob) -> int:
@@ -240,21 +238,6 @@ class PageClient:
                 job.sums.add(index, pieces)
         job.control.checkpoint()
         return expected
-
-
-def _tune(connection: socket.socket) -> None:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
-
-
-def _shut(connection: socket.socket) -> None:
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        # Already gone; its thread closes it.
-        return
 
 
 def _batches(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
