@@ -87,6 +87,19 @@ def test_staging_buffers(make_mesh: Make, golden: Items, backend: str, fields: d
     assert stats["staging_bytes"] > 0 == stats["staging_receive_used_bytes"]
 
 
+@pytest.mark.parametrize("backend", ["DEFAULT", "NIXL"])
+def test_bounce(make_mesh: Make, monkeypatch: pytest.MonkeyPatch, golden: Items, backend: str) -> None:
+    """§6.6: with gates that let everything through."""
+    monkeypatch.setenv("TRTLLM_KV_CACHE_BOUNCE_MIN_BLOCKS", "1")
+    monkeypatch.setenv("TRTLLM_KV_CACHE_BOUNCE_MIN_BYTES", "1")
+    transfers = {"cache_transceiver_config": {"backend": backend, "kv_cache_bounce_size_mb": 64}}
+    mesh = make_mesh({"context": transfers, "generation": transfers})
+    check(mesh, golden, stream=False)
+    sent, received = mesh["context"].stats(), mesh["generation"].stats()
+    assert received["transfers_completed_total"] == sent["bounce_transfers_total"] == len(golden)
+    assert sent["staging_send_used_bytes"] == received["staging_receive_used_bytes"] == 0
+
+
 @pytest.mark.parametrize("backend", ["UCX", "MOONCAKE", "MPI"])
 def test_optional_backends(make_mesh: Make, golden: Items, backend: str) -> None:
     """§2b: ``auto`` falls back to the CPP runtime, the only one that these have."""
