@@ -32,6 +32,9 @@ __all__ = ["EpochsUsedUpError", "FencedError", "MemberRegistry", "Past", "Unknow
 DEFAULT_HISTORY = 4096
 """Changes kept for watchers; one that falls further behind gets the whole membership instead."""
 
+SILENT_FRACTION = 0.5
+"""Of a lease: members are heard three times a lease, so that of several one must be heard within this."""
+
 MAX_PASTS = 16_384
 """Instance ids whose past is remembered. Forgetting one is harmless unless clocks went back."""
 
@@ -98,7 +101,8 @@ class MemberRegistry:
         self.on_touched: Callable[[str], None] = _ignored
         """Hears of every instance id whose member or past has changed."""
         self._clock = clock
-        self._started_s = self._swept_s = clock.monotonic_s()
+        self._started_s = self._swept_s = self._heard_s = clock.monotonic_s()
+        self._is_cut_off = False
         self._entries: dict[str, _Entry] = {}
         self._pasts: OrderedDict[str, Past] = OrderedDict()
         self._history: deque[MemberEvent] = deque(maxlen=history)
@@ -189,7 +193,8 @@ class MemberRegistry:
         """Begin a new life without members or past: another coordinator has taken over."""
         self.incarnation = incarnation
         self.revision = 0
-        self._started_s = self._swept_s = self._clock.monotonic_s()
+        self._started_s = self._swept_s = self._heard_s = self._clock.monotonic_s()
+        self._is_cut_off = False
         self._entries.clear()
         self._pasts.clear()
         self._history.clear()
@@ -216,7 +221,9 @@ class MemberRegistry:
         """Bury the members whose lease has run out; called a few times per lease.
 
         A coordinator that itself stood still (stopped, starved, suspended with its machine) could hear nobody: the
-        time between two sweeps that exceeds a lease is not held against the members.
+        time between two sweeps that exceeds a lease is not held against the members. Nor is a silence of all of
+        several members at once: then it is the coordinator that is cut off, and who is silent on is buried a lease
+        after the first of them is heard again.
 
         Returns:
             The members that died.
@@ -227,6 +234,13 @@ class MemberRegistry:
         if gap_s > self.lease_s:
             for entry in self._entries.values():
                 entry.expires_s += gap_s
+        if len(self._entries) > 1 and now - self._heard_s > self.lease_s * SILENT_FRACTION:
+            self._is_cut_off = True
+            return []
+        if self._is_cut_off:
+            self._is_cut_off = False
+            for entry in self._entries.values():
+                entry.expires_s = max(entry.expires_s, self._heard_s + self.lease_s)
         expired = [entry for entry in self._entries.values() if entry.expires_s <= now]
         for entry in expired:
             self._remove(entry, "dead")
@@ -283,12 +297,14 @@ class MemberRegistry:
             epoch = max(past.latest + 1, self._clock.unix_ns() // 1_000_000)
         if older is not None:
             self._remove(older, "dead")
-        entry = _Entry(msgspec.structs.replace(member, epoch=epoch), self._clock.monotonic_s() + self.lease_s)
+        self._heard_s = self._clock.monotonic_s()
+        entry = _Entry(msgspec.structs.replace(member, epoch=epoch), self._heard_s + self.lease_s)
         self._entries[member.instance_id] = entry
         self._record("joined", entry.member)
 
     def _renew(self, entry: _Entry, member: Member) -> None:
-        entry.expires_s = self._clock.monotonic_s() + self.lease_s
+        self._heard_s = self._clock.monotonic_s()
+        entry.expires_s = self._heard_s + self.lease_s
         if member != entry.member:
             entry.member = member
             self._record("updated", member)

@@ -150,6 +150,31 @@ def test_a_coordinator_that_stood_still_blames_nobody(clock, registry):
     assert pass_time(clock, registry, 1) == ["context-0"]
 
 
+def test_a_coordinator_that_is_cut_off_blames_nobody(clock, registry):
+    """Nobody of several is heard any more: it is not they who are gone."""
+    epochs = {name: registry.register(member(name)).epoch for name in ("context-0", "context-1")}
+    beat = {name: Heartbeat(epoch=epoch, load=Load()) for name, epoch in epochs.items()}
+    assert pass_time(clock, registry, 60) == []
+    registry.heartbeat("context-1", beat["context-1"])
+    assert pass_time(clock, registry, 3) == []
+    registry.heartbeat("context-1", beat["context-1"])
+    # Who is silent on is gone a lease after the first of them was heard.
+    assert pass_time(clock, registry, 3) == []
+    registry.heartbeat("context-1", beat["context-1"])
+    assert pass_time(clock, registry, 3) == []
+    registry.heartbeat("context-1", beat["context-1"])
+    assert pass_time(clock, registry, 1) == ["context-0"]
+
+
+def test_one_of_several_dies_in_its_own_time(clock, registry):
+    registry.register(member("context-0"))
+    epoch = registry.register(member("context-1")).epoch
+    for _ in range(3):
+        assert pass_time(clock, registry, 3) == []
+        registry.heartbeat("context-1", Heartbeat(epoch=epoch, load=Load()))
+    assert pass_time(clock, registry, 1) == ["context-0"]
+
+
 def test_updates_around_a_rejoin_are_kept_in_order(registry):
     epoch = registry.register(member()).epoch
     registry.heartbeat("context-0", Heartbeat(epoch=epoch, load=Load(running=1)))
