@@ -176,6 +176,7 @@ class StagedPlane:
 
     def stats(self) -> StagingStats:
         """Gauges."""
+        self._staging.limbo.release()
         return StagingStats(
             capacity_bytes=self._send_rooms.nbytes,
             send_used_bytes=self._send_rooms.used_bytes,

@@ -46,6 +46,7 @@ __all__ = ["PieceServer"]
 
 MAX_CONNECTIONS: Final = 256
 HELLO_TIMEOUT_S: Final = 5.0
+CLOSE_S: Final = 1.0
 LOOK_S: Final = 5.0
 """Longest sleep of a connection's reader while no session is open."""
 
@@ -121,7 +122,7 @@ class PieceServer:
         self._lock = threading.Lock()
         self._grants: dict[_SessionKey, _Grant] = {}
         self._admission = AdmissionQueue(region.nbytes)
-        self._connections: dict[_Connection, None] = {}
+        self._connections: dict[_Connection, threading.Thread] = {}
         self._closed = False
         family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
         self._listener = socket.create_server((bind_host, 0), family=family, backlog=MAX_CONNECTIONS)
@@ -158,13 +159,16 @@ class PieceServer:
             if self._closed:
                 return
             self._closed = True
-            connections = list(self._connections)
+            connections = dict(self._connections)
         # Only a shutdown wakes a thread that is blocked in accept.
         shut(self._listener)
         self._listener.close()
         for connection in connections:
             self._give_up(connection)
-        self._thread.join(1.0)
+        # What still sends ends before the channel does, unless it is stuck in a library.
+        end_s = time.monotonic() + CLOSE_S
+        for thread in (self._thread, *connections.values()):
+            thread.join(max(0.0, end_s - time.monotonic()))
 
     # Threads.
 
@@ -175,14 +179,14 @@ class PieceServer:
             except OSError:
                 return
             connection = _Connection(stream)
+            thread = threading.Thread(target=self._serve, args=(connection,), name="kvmesh-piece-requests", daemon=True)
             with self._lock:
                 refused = self._closed or len(self._connections) >= MAX_CONNECTIONS
                 if not refused:
-                    self._connections[connection] = None
+                    self._connections[connection] = thread
+                    thread.start()
             if refused:
                 stream.close()
-                continue
-            threading.Thread(target=self._serve, args=(connection,), name="kvmesh-piece-requests", daemon=True).start()
 
     def _serve(self, connection: _Connection) -> None:
         sending = threading.Thread(target=self._send_all, args=(connection,), name="kvmesh-piece-send", daemon=True)
