@@ -7,13 +7,17 @@ from collections.abc import Callable, Iterable, Mapping
 import anyio
 
 from kvmesh.coordinator.etcd import EtcdClient, Guard
+from kvmesh.telemetry import get_logger
 
 __all__ = ["DeposedError", "Mirror"]
 
 MAX_CHANGES = 100
 """Changes in one transaction; etcd allows 128 unless told otherwise."""
-MAX_BYTES = 512 * 1024
-"""Of one transaction; etcd allows 1.5 MiB."""
+MAX_BYTES = 256 * 1024
+"""Of one transaction, but for its last value; etcd allows 1.5 MiB."""
+MAX_VALUE_BYTES = 384 * 1024
+
+_log = get_logger("coordinator.mirror")
 
 
 class DeposedError(Exception):
@@ -41,14 +45,15 @@ class Mirror:
         self._touches = 0
         self._written_before = 1
         """Every touch with a lower number has been written."""
+        self._in_flight = 0
         self._filled = anyio.Event()
         self._written = anyio.Event()
         self.writes_total = 0
 
     @property
     def pending(self) -> int:
-        """Keys that may have to be written."""
-        return len(self._dirty)
+        """Keys that may have to be written, those that are just being written included."""
+        return len(self._dirty) + self._in_flight
 
     @property
     def stored(self) -> int:
@@ -111,6 +116,9 @@ class Mirror:
                 break
             taken.append(key)
             value = self._read(key)
+            if value is not None and len(value) > MAX_VALUE_BYTES:
+                _log.warning("a value is too long for etcd; it is kept in memory only", key=key, bytes=len(value))
+                value = None
             if value == self._stored.get(key):
                 continue
             if value is None:
@@ -122,6 +130,7 @@ class Mirror:
             del self._dirty[key]
         if not (puts or deletes):
             return
+        self._in_flight = len(puts) + len(deletes)
         try:
             revision = await self._etcd.commit(
                 guard,
@@ -133,6 +142,8 @@ class Mirror:
             for key in (*puts, *deletes):
                 self.touch(key)
             raise
+        finally:
+            self._in_flight = 0
         if revision is None:
             raise DeposedError
         self._stored |= puts

@@ -58,7 +58,7 @@ class Succession:
         etcd: the cluster.
         clock: waits.
         state: what survives.
-        cluster: namespace of all keys.
+        cluster: namespace of all keys; empty is ``default``.
         ttl_s: seconds after which a leader that does not keep its lease alive has lost it.
         on_deposed: called when what is in memory has been given up, because another coordinator leads.
     """
@@ -73,7 +73,7 @@ class Succession:
         ttl_s: float,
         on_deposed: Callable[[], None],
     ) -> None:
-        root = f"/kvmesh/{cluster}/"
+        root = f"/kvmesh/{cluster or 'default'}/"
         self.standing = Standing.STARTING
         self.leader_url: str | None = None
         """Where the leader is, while this one follows."""

@@ -173,6 +173,24 @@ async def test_an_answer_means_that_it_is_stored(coordinator, http, etcd, cluste
             assert {f"members/context-{number}", f"transfers/{number}"} <= stored.keys()
 
 
+async def test_what_is_too_long_for_etcd_stays_in_memory_and_holds_nothing_up(coordinator, http, free_port):
+    async with coordinator(free_port) as (url, service):
+        for key in ("a", "b", "c"):
+            await http.call("POST", f"{url}/set", dict, body={"key": key, "value": "x" * 300_000})
+        await http.call("POST", f"{url}/set", dict, body={"key": "long", "value": "x" * 700_000})
+        await register(http, url, member())
+        assert service.statistics()["etcd_losses_total"] == 0
+        assert len((await http.call("GET", f"{url}/get?key=long", dict))["result"]) == 700_000
+        await crash(service)
+    async with coordinator(free_port) as (url, _service):
+        assert await epochs(http, url) == {"context-0": 5}
+        assert (await http.call("GET", f"{url}/get_prefix?key_prefix=&keys_only=1", dict))["result"].keys() == {
+            "a",
+            "b",
+            "c",
+        }
+
+
 async def test_heartbeats_write_nothing(coordinator, http):
     async with coordinator() as (url, service):
         await register(http, url, member())
