@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import resource
 
 import numpy as np
 import pytest
@@ -51,3 +53,18 @@ def test_the_memory_can_be_mapped_by_others_and_goes_with_its_owner() -> None:
 def test_memory_that_is_not_there_is_refused_by_name() -> None:
     with pytest.raises(PlaneError, match=r"cannot take \d+ bytes .*max_tokens_in_buffer"):
         StagingMemory(RegionSize(1 << 55, reserved=True))
+
+
+@pytest.mark.skipif(
+    tuple(map(int, platform.release().split(".")[:2])) < (5, 14), reason="needs MADV_POPULATE_WRITE (Linux 5.14)"
+)
+def test_what_is_reserved_is_mapped_at_once() -> None:
+    pages = 1024
+    faults = {}
+    for reserved in (False, True):
+        memory = StagingMemory(RegionSize(pages * 4096, reserved=reserved))
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        memory.array[::4096] = 1
+        faults[reserved] = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+        memory.close()
+    assert faults[True] < pages // 10 <= faults[False]
