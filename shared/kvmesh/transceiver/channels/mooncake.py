@@ -28,7 +28,7 @@ from kvmesh.transceiver.planes.base import MoveControl, MoveStoppedError, PlaneE
 from kvmesh.transceiver.types import PeerKey
 from kvmesh.transceiver.ucx_environment import is_loopback
 
-__all__ = ["MooncakeChannel", "create", "prepare_mooncake"]
+__all__ = ["MooncakeChannel", "prepare_mooncake"]
 
 APT_PACKAGES: Final = "libibverbs1 libnuma1 libcurl4"
 NO_BATCH: Final = frozenset({0, -1, (1 << 64) - 1})
@@ -301,8 +301,3 @@ def _load() -> ModuleType:
         ) from error
     assert isinstance(library, ModuleType)
     return library
-
-
-def create(send: Region, receive: Region, *, name: str, bind_host: str, connect_timeout_s: float) -> MooncakeChannel:
-    """The channel of this backend; see :class:`MooncakeChannel`."""
-    return MooncakeChannel(send, receive, name=name, bind_host=bind_host, connect_timeout_s=connect_timeout_s)

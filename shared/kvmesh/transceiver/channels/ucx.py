@@ -23,7 +23,7 @@ from kvmesh.transceiver.planes.base import MoveControl, MoveStoppedError, PlaneE
 from kvmesh.transceiver.types import PeerKey
 from kvmesh.transceiver.ucx_environment import INFINIBAND, prepare_ucx
 
-__all__ = ["UcxChannel", "create"]
+__all__ = ["UcxChannel"]
 
 PROBE_SOURCE: Final = (1 << 32) - 1
 """Sender's number of the empty message that tries a new endpoint."""
@@ -307,8 +307,3 @@ class UcxChannel:
         self._events.close()
         os.close(self._kick)
         del self._worker, self._context
-
-
-def create(send: Region, receive: Region, *, name: str, bind_host: str, connect_timeout_s: float) -> UcxChannel:
-    """The channel of this backend; see :class:`UcxChannel`."""
-    return UcxChannel(send, receive, name=name, bind_host=bind_host, connect_timeout_s=connect_timeout_s)
