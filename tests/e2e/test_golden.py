@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 Make = Callable[..., Any]
 Items = list[dict[str, Any]]
 GENERATED = 64
+GENERATION_FIRST = {"schedule_style": "generation_first"}
 
 
 def ask(mesh: Mesh, prompt: str | list[int], *, stream: bool) -> tuple[list[int], list[int]]:
@@ -113,6 +114,18 @@ def test_optional_backends(make_mesh: Make, golden: Items, backend: str) -> None
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_generation_first(generation_first_mesh: Mesh, golden: Items, stream: bool) -> None:
+    check(generation_first_mesh, golden, stream=stream)
+    assert generation_first_mesh["router"].metrics()["kvmesh_router_sequences_generation_first_total"] > 0
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_pipelined(pipelined_mesh: Mesh, golden: Items, stream: bool) -> None:
+    assert pipelined_mesh["context"].get("/server_info")["transfer_backend"] == "NIXL"
+    check(pipelined_mesh, golden, stream=stream)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_aggregated(aggregated_mesh: Mesh, golden: Items, stream: bool) -> None:
     check(aggregated_mesh, golden, stream=stream)
     assert aggregated_mesh["worker"].stats()["transfers_started_total"] == 0
@@ -122,6 +135,18 @@ def test_aggregated(aggregated_mesh: Mesh, golden: Items, stream: bool) -> None:
 def nixl_mesh(make_mesh: Make) -> Any:
     nixl = {"cache_transceiver_config": {"backend": "NIXL"}}
     return make_mesh({"context": nixl, "generation": nixl})
+
+
+@pytest.fixture(scope="module")
+def generation_first_mesh(make_mesh: Make) -> Any:
+    return make_mesh({"context": {}, "generation": {}}, router=GENERATION_FIRST)
+
+
+@pytest.fixture(scope="module")
+def pipelined_mesh(make_mesh: Make) -> Any:
+    nixl = {"backend": "NIXL", "transceiver_runtime": "PYTHON"}
+    context = {"cache_transceiver_config": {**nixl, "enable_pipelined_transfer": True}, "max_num_tokens": 32}
+    return make_mesh({"context": context, "generation": {"cache_transceiver_config": nixl}}, router=GENERATION_FIRST)
 
 
 @pytest.fixture(scope="module")
