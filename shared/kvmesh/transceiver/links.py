@@ -40,6 +40,8 @@ class Link:
     """Connection set-up fails then."""
     state: LinkState = LinkState.INTRODUCING
     lost_since_s: float | None = None
+    is_fenced: bool = False
+    """The peer was taken for dead, but may still write: kept until it is known not to, for nothing else."""
     pairing: Pairing | None = None
     """Known once the owner has answered."""
 
@@ -126,8 +128,11 @@ class Links:
         return due_s
 
     def forget_lost(self, now_s: float, in_use: set[str]) -> None:
-        """Drop idle links that have been lost for long."""
+        """Drop idle links that have been lost for long, and those to peers that are over and quiet."""
         for link in list(self._links.values()):
+            if link.is_fenced and link.endpoint not in in_use:
+                self.drop(link, "peer_dead", f"{link.peer} ended")
+                continue
             lost_s = link.lost_since_s
             if lost_s is not None and now_s - lost_s >= LOST_RETENTION_S and link.endpoint not in in_use:
                 self.drop(link, "peer_lost", f"the connection to {link.peer} was lost")

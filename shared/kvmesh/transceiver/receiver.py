@@ -9,7 +9,7 @@ from __future__ import annotations
 import hmac
 import itertools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -265,17 +265,31 @@ class ReceiverSide:
             raise
         return ticket
 
-    def peer_dead(self, instance_id: str, epoch: int) -> None:
-        """An owner is gone: ``epoch`` and older lives of it write no more, and answer nothing."""
+    def peer_dead(self, instance_id: str, epoch: int, *, certain: bool = True) -> bool:
+        """An owner is gone: ``epoch`` and older lives of it answer nothing any more.
+
+        Args:
+            instance_id: of the owner.
+            epoch: of its latest life that is over.
+            certain: its process has ended, so that it writes no more either. Otherwise it may only stand still, or be
+                cut off, and write again: the links to lives that were asked to write are kept, to hear of their end.
+
+        Returns:
+            Whether no such link is left.
+        """
         self._engine.fences.end(instance_id, epoch)
         with self.table.lock:
+            if certain:
+                self._write_no_more(instance_id, epoch)
             for link in self.links.take_lives(instance_id, epoch):
-                self.links.drop(link, "peer_dead", f"{link.peer} ended during the transfer")
-            for session in [*self.table.open.values(), *self.table.quarantine]:
-                peer = session.peer
-                if peer is not None and peer.instance_id == instance_id and peer.epoch <= epoch:
-                    session.peer_may_write = False
+                reason = f"{link.peer} ended during the transfer"
+                link.is_fenced = any(one.peer_may_write for one in self._sessions_with(link))
+                if link.is_fenced:
+                    self._link_down(link, "peer_dead", reason)
+                else:
+                    self.links.drop(link, "peer_dead", reason)
             self.table.notify()
+            return not self.links.take_lives(instance_id, epoch)
 
     # The control thread.
 
@@ -353,6 +367,10 @@ class ReceiverSide:
         with self.table.lock:
             link = self.links.get(endpoint)
             if link is None:
+                return
+            if link.is_fenced:
+                # The owner was taken for dead and has closed the connection: now its process has ended, too.
+                self.peer_dead(*link.peer)
                 return
             if link.state is not LinkState.UP:
                 self.links.drop(link, "peer_unreachable", f"{link.peer} at {endpoint} cannot be reached")
@@ -445,7 +463,19 @@ class ReceiverSide:
             if session.status.state is SessionState.INIT:
                 self._ask(session)
 
+    def _write_no_more(self, instance_id: str, epoch: int) -> None:
+        for session in [*self.table.open.values(), *self.table.quarantine]:
+            peer = session.peer
+            if peer is not None and peer.instance_id == instance_id and peer.epoch <= epoch:
+                session.peer_may_write = False
+
+    def _sessions_with(self, link: Link) -> Iterator[ReceiveSession]:
+        sessions = itertools.chain(self.table.open.values(), self.table.quarantine)
+        return (one for one in sessions if (one.endpoint, one.peer) == (link.endpoint, link.peer))
+
     def _link_down(self, link: Link, code: str, reason: str) -> None:
+        if link.is_fenced and code == "peer_lost":
+            self._write_no_more(*link.peer)  # Another process has its address.
         for session in self._sessions_of(link.endpoint):
             # A copy from shared memory outlives its owner; one over a socket notices by itself.
             if session.peer != link.peer:

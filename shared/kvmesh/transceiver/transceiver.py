@@ -349,10 +349,13 @@ class Transceiver:
         return sent and received
 
     def on_peer_dead(self, instance_id: str, epoch: int) -> None:
-        """``epoch`` and older lives of an instance are known to be dead: they read and write no more."""
-        self._control.unwatch(instance_id, epoch)
+        """``epoch`` and older lives of an instance are taken for dead, although they may only stand still.
+
+        Pages that one of them was asked to write stay out of use until it is certain that it does not.
+        """
         self._sender.peer_dead(instance_id, epoch)
-        self._receiver.peer_dead(instance_id, epoch)
+        if self._receiver.peer_dead(instance_id, epoch, certain=False):
+            self._control.unwatch(instance_id, epoch)
 
     def drain_ledger(self) -> list[LedgerEvent]:
         """State changes since the last call, for the coordinator."""
@@ -464,7 +467,8 @@ class Transceiver:
 
     def on_process_ended(self, peer: PeerKey) -> None:
         """See :class:`kvmesh.transceiver.control.ControlHandler`."""
-        self.on_peer_dead(peer.instance_id, peer.epoch)
+        self._sender.peer_dead(*peer)
+        self._receiver.peer_dead(*peer)
 
     def _check_alive(self) -> None:
         if (error := self._control.error or self._workers.error) is not None:

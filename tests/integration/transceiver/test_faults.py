@@ -120,6 +120,29 @@ def test_a_stopped_writer_that_dies_frees_the_quarantine(make_pair: Callable[...
     assert pair.generation.stats()["quarantined_pages"] == 0
 
 
+@pytest.mark.parametrize("ending", ["continues", "dies"])
+def test_a_stopped_writer_that_is_taken_for_dead_gets_no_page_back(make_pair: Callable[..., Pair], ending: str) -> None:
+    """Its lease has run out, yet it may go on: its target pages belong to nobody until it says that it does not."""
+    pair = make_pair("nixl")
+    pair.move(1, [1], [2])
+    handoff = pair.context.offer(transfer=7, pages=SOURCE)
+    pair.context.stop()
+    pair.generation.ask(transfer=7, handoff=handoff, pages=TARGET)
+    pair.generation.dead(instance="context")
+    ((_, status, code, _),) = pair.settle(pair.generation, "generation", {7})["failed"]
+    assert (status, code) == (503, "peer_dead")
+    for _ in range(20):
+        pair.generation.step(side="generation")
+    assert pair.generation.held() == [7]
+    assert pair.generation.stats()["quarantined_pages"] == len(TARGET)
+    if ending == "continues":
+        pair.context.proceed()
+    else:
+        pair.context.kill()
+    pair.release(pair.generation, "generation")
+    assert pair.generation.stats()["quarantined_pages"] == 0
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ending", ["continues", "dies"])
 def test_a_stopped_receiver_keeps_the_owners_pages_pinned(

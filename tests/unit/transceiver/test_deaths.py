@@ -114,6 +114,44 @@ def test_quarantined_pages_return_when_the_writer_is_known_dead(push: Wire) -> N
     assert push.receiver.cancel(7)
 
 
+@pytest.mark.parametrize("ending", ["answers", "process", "connection", "address"])
+def test_pages_of_a_writer_that_may_only_stand_still_are_kept(push: Wire, ending: str) -> None:
+    """Taken for dead because its lease ran out, it may go on with what it was asked to write."""
+    push.ask(7, push.offer(7))
+    push.deliver_to_context()
+    assert not push.receiver.peer_dead("context", 1, certain=False)
+    assert push.receiver.poll(0).failed[0].code == "peer_dead", "the request does not wait"
+    for _ in range(100):
+        push.clock.advance(1)
+        push.receiver.sweep()
+    lease = push.leases["generation", 7]
+    assert (lease.quarantined, lease.released) == (True, 0)
+    # Nothing new is asked of it.
+    push.ask(8, push.offer(8))
+    assert push.receiver.poll(0).failed[0].code == "peer_dead"
+    if ending == "answers":
+        push.pump()
+    elif ending == "process":
+        assert push.receiver.peer_dead("context", 1)
+    elif ending == "connection":
+        push.receiver.on_disconnected(push.ENDPOINT)
+    else:
+        push.receiver.links.obtain(push.ENDPOINT, PeerKey("context", 2))
+    push.receiver.sweep()
+    assert lease.released == 1
+    push.receiver.sweep()
+    assert len(push.receiver.links) == (1 if ending == "address" else 0)
+
+
+def test_where_nobody_writes_a_dead_lease_is_enough(pull: Wire) -> None:
+    pull.ask(7, pull.offer(7))
+    pull.deliver_to_context()
+    assert pull.receiver.peer_dead("context", 1, certain=False)
+    assert pull.receiver.poll(0).failed[0].code == "peer_dead"
+    assert pull.leases["generation", 7].released == 1
+    assert len(pull.receiver.links) == 0
+
+
 def test_a_lost_connection_fails_what_waits_for_an_answer(wire: Wire) -> None:
     wire.ask(7, wire.offer(7))
     wire.to_context.clear()
