@@ -14,6 +14,7 @@ import secrets
 import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -23,6 +24,7 @@ import msgspec
 from kvmesh.protocol.transfer import ControlMessage, ResultAck
 from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.connection import Connection, FrameError, tune
+from kvmesh.transceiver.planes.sockets import SHORTAGE_ERRORS, SHORTAGE_WAIT_S
 from kvmesh.transceiver.types import PeerKey
 
 __all__ = ["Control", "ControlHandler", "Route"]
@@ -31,6 +33,12 @@ MAX_QUEUED_ACTIONS: Final = 10_000
 MAX_MESSAGE_BYTES: Final = 64 << 20
 """A request for a million pages fits well; bounds what a peer can make us allocate."""
 MAX_CONNECTIONS: Final = 4096
+MAX_STRANGERS: Final = 256
+"""Connections whose introduction was not accepted yet; the oldest goes when there are more."""
+MAX_STRANGER_BYTES: Final = 1 << 20
+"""Of a stranger's message: an introduction has a page layout and descriptions of memory."""
+STRANGER_TIMEOUT_S: Final = 10.0
+"""For an introduction to come."""
 GREETING: Final = b"KVC1"
 """Begins the first message of a connection; the name of the peer that asks follows."""
 MAX_GREETING_BYTES: Final = 300
@@ -81,6 +89,11 @@ class Control:
         self._watched: dict[int, PeerKey] = {}
         self._sources: dict[int, Callable[[int], None]] = {}
         self._accepted: set[_Asking] = set()
+        self._strangers: dict[_Asking, float] = {}
+        """Since when, oldest first."""
+        self._admitted: dict[bytes, None] = {}
+        """Identities, which are secrets of their peers; the oldest are forgotten."""
+        self._listens_again_s: float | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ControlMessage)
         self._log = get_logger("transceiver.control")
@@ -143,6 +156,16 @@ class Control:
             asked.given_up.set()
             self._enqueue(lambda: self._close(asked))
 
+    def admit(self, route: bytes) -> None:
+        """A peer that asks us has introduced itself as one of ours; called on the control thread."""
+        with self._lock:
+            asking = self._asking.get(route)
+        if isinstance(asking, _Asking):
+            self._strangers.pop(asking, None)
+        self._admitted[route] = None
+        if len(self._admitted) > MAX_CONNECTIONS:
+            del self._admitted[next(iter(self._admitted))]
+
     def watch(self, pidfd: int, peer: PeerKey) -> None:
         """Report the end of a peer's process once; takes the descriptor over."""
         if not self._enqueue(lambda: self._watch(pidfd, peer)):
@@ -200,7 +223,7 @@ class Control:
     def _run(self) -> None:
         try:
             while not self._closing:
-                for source, events in self._poller.poll():
+                for source, events in self._poller.poll(self._tidy_up()):
                     if (handle := self._sources.get(source)) is not None:
                         handle(events)
                         while self._acknowledgements:
@@ -226,9 +249,14 @@ class Control:
     def _accept(self, _events: int) -> None:
         try:
             accepted, _address = self._listener.accept()
-        except OSError:
-            # It was gone before it was accepted.
+        except OSError as error:
+            # Else it was gone before it was accepted.
+            if error.errno in SHORTAGE_ERRORS:
+                self._poller.modify(self._listener, 0)
+                self._listens_again_s = time.monotonic() + SHORTAGE_WAIT_S
             return
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._forget(next(iter(self._strangers)))
         if len(self._accepted) >= MAX_CONNECTIONS:
             accepted.close()
             return
@@ -236,14 +264,39 @@ class Control:
         asking = _Asking(self._poller)
         asking.source = asking.open(accepted)
         self._accepted.add(asking)
+        self._strangers[asking] = time.monotonic()
         self._sources[asking.source] = lambda events: self._serve(asking, events)
+
+    def _tidy_up(self) -> float | None:
+        """Hang up on strangers who say nothing, and listen again after a shortage; in how many seconds that is due."""
+        due_s: list[float] = []
+        now_s = time.monotonic()
+        while self._strangers:
+            oldest, since_s = next(iter(self._strangers.items()))
+            if now_s < since_s + STRANGER_TIMEOUT_S:
+                due_s.append(since_s + STRANGER_TIMEOUT_S)
+                break
+            self._drop("a connection is closed: nobody has introduced himself", oldest.route)
+            self._forget(oldest)
+        if self._listens_again_s is not None:
+            if now_s < self._listens_again_s:
+                due_s.append(self._listens_again_s)
+            else:
+                self._listens_again_s = None
+                self._poller.modify(self._listener, select.EPOLLIN)
+        return min(due_s) - now_s if due_s else None
+
+    def _longest(self, asking: _Asking) -> int:
+        if not asking.route:
+            return MAX_GREETING_BYTES
+        return MAX_STRANGER_BYTES if asking in self._strangers else MAX_MESSAGE_BYTES
 
     def _serve(self, asking: _Asking, events: int) -> None:
         if not self._progress(asking, events):
             self._forget(asking)
             return
         try:
-            while (data := asking.take(MAX_MESSAGE_BYTES if asking.route else MAX_GREETING_BYTES)) is not None:
+            while (data := asking.take(self._longest(asking))) is not None:
                 if asking.route:
                     self._deliver(asking.route, data)
                 else:
@@ -255,6 +308,7 @@ class Control:
     def _forget(self, asking: _Asking) -> None:
         del self._sources[asking.source]
         self._accepted.remove(asking)
+        self._strangers.pop(asking, None)
         with self._lock:
             if self._asking.get(asking.route) is asking:
                 del self._asking[asking.route]
@@ -264,6 +318,8 @@ class Control:
         if not greeting.startswith(GREETING) or len(greeting) == len(GREETING):
             raise FrameError("the peer does not introduce itself")
         asking.route = greeting[len(GREETING) :]
+        if asking.route in self._admitted:
+            del self._strangers[asking]
         with self._lock:
             # A peer that reconnects keeps its identity and takes the place of its former connection.
             self._asking[asking.route] = asking
@@ -308,11 +364,16 @@ class Control:
     def _deliver(self, route: Route, data: bytes) -> None:
         try:
             message = self._decoder.decode(data)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             self._log.warning("a control message cannot be read", route=str(route), error=str(error))
             self._drop("a control message cannot be read", route)
             return
-        self._handler.on_message(route, message)
+        try:
+            self._handler.on_message(route, message)
+        except Exception as error:
+            # The border of error isolation: what one peer says must not end the transfers with all others.
+            self._log.exception("a control message could not be handled", route=str(route), kind=type(message).__name__)
+            raise FrameError(f"a {type(message).__name__} could not be handled") from error
 
     def _close(self, asked: _Asked) -> None:
         self._sources.pop(asked.source, None)
@@ -379,6 +440,6 @@ class _Asked(Connection):
         self.endpoint = endpoint
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         self.address = (host.strip("[]"), int(port))
-        self.identity = f"{name[:200]}@{secrets.token_hex(4)}".encode()
+        self.identity = f"{name[:200]}@{secrets.token_hex(16)}".encode()
         self.given_up = threading.Event()
         self.source = -1

@@ -50,6 +50,8 @@ class LocalEngine:
     ledger: Ledger
     workers: PeerWorkers
     send: Callable[[Route, ControlMessage], None]
+    admit: Callable[[bytes], None]
+    """A receiver has introduced itself as one of ours: its messages may be large."""
     dial: Callable[[str], None]
     """Open the connection to an owner."""
     hang_up: Callable[[str], None]

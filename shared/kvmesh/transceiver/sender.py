@@ -160,6 +160,7 @@ class SenderSide:
         self.peer_dead(peer.instance_id, peer.epoch - 1)
         with self.table.lock:
             unknown = self.receivers.add(route, peer, pairing)
+        engine.admit(route)
         if unknown:
             watch_process(engine, peer, hello.process)
         self._serving.pair(route, peer, hello.agent)

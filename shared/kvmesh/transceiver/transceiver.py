@@ -106,6 +106,7 @@ class Transceiver:
             ledger=self._ledger,
             workers=self._workers,
             send=self._control.send,
+            admit=self._control.admit,
             dial=self._control.connect,
             hang_up=self._control.disconnect,
             watch=self._control.watch,

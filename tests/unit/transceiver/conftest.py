@@ -229,6 +229,7 @@ class Wire:
             ledger=Ledger(key, self.clock),
             workers=InlineWorkers(),  # type: ignore[arg-type]
             send=self._send,
+            admit=lambda route: None,
             dial=self.dialled.append,
             hang_up=lambda endpoint: None,
             watch=lambda pidfd, peer: __import__("os").close(pidfd),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
 import signal
@@ -18,7 +19,7 @@ import msgspec
 import pytest
 
 from kvmesh.protocol.transfer import CancelSession, ResultAck
-from kvmesh.transceiver.control import MAX_MESSAGE_BYTES, Control, Route
+from kvmesh.transceiver.control import MAX_STRANGER_BYTES, Control, Route
 from kvmesh.transceiver.types import PeerKey
 
 WAIT_S = 20
@@ -121,10 +122,11 @@ def dial(recorder: Recorder) -> socket.socket:
 def test_what_is_no_message_is_counted(make: Callable[[str], Recorder]) -> None:
     owner = make("owner")
     with dial(owner) as garbler:
-        garbler.sendall(frames(b"KVC1garbler", b"", b"\xc1", b"GET / HTTP/1.1"))
+        deep = b"\x82\xa4type\xa9ResultAck\xa1x" + b"\x91" * 100_000 + b"\xc0"
+        garbler.sendall(frames(b"KVC1garbler", b"", b"\xc1", b"GET / HTTP/1.1", deep))
         garbler.sendall(frames(msgspec.msgpack.encode(CancelSession(transfer_id=5))))
         assert owner.next()[:2] == ("message", b"garbler"), "the connection lives on"
-    assert owner.control.dropped_total == 3
+    assert owner.control.dropped_total == 4
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,7 @@ def test_what_is_no_message_is_counted(make: Callable[[str], Recorder]) -> None:
         b"GET / HTTP/1.1\r\n\r\n",
         frames(b"KVC1"),
         frames(b"another protocol"),
-        frames(b"KVC1name") + struct.pack("<I", MAX_MESSAGE_BYTES + 1),
+        frames(b"KVC1name") + struct.pack("<I", MAX_STRANGER_BYTES + 1),
     ],
 )
 def test_who_does_not_speak_the_protocol_is_hung_up_on(make: Callable[[str], Recorder], garbage: bytes) -> None:
@@ -149,6 +151,72 @@ def test_who_does_not_speak_the_protocol_is_hung_up_on(make: Callable[[str], Rec
     assert owner.next()[2].transfer_id == 5
 
 
+def test_a_message_that_cannot_be_handled_ends_its_connection_only(make: Callable[[str], Recorder]) -> None:
+    owner, receiver = make("owner"), make("receiver")
+    handle = owner.on_message
+
+    def stumble(route: Route, message: Any) -> None:
+        if message.transfer_id == 13:
+            raise IndexError("a defect that a peer has found")
+        handle(route, message)
+
+    owner.on_message = stumble  # type: ignore[method-assign]
+    with dial(owner) as peer:
+        peer.sendall(frames(b"KVC1peer", msgspec.msgpack.encode(CancelSession(transfer_id=13))))
+        peer.settimeout(WAIT_S)
+        assert peer.recv(1) == b""
+    receiver.control.connect(owner.control.endpoint)
+    receiver.control.send(owner.control.endpoint, CancelSession(transfer_id=5))
+    assert owner.next()[2].transfer_id == 5
+
+
+def test_strangers_are_few_and_leave(make: Callable[[str], Recorder], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvmesh.transceiver.control.MAX_STRANGERS", 2)
+    monkeypatch.setattr("kvmesh.transceiver.control.STRANGER_TIMEOUT_S", 0.2)
+    owner = make("owner")
+    with dial(owner) as member:
+        member.sendall(frames(b"KVC1member", msgspec.msgpack.encode(CancelSession(transfer_id=1))))
+        assert owner.next()[1] == b"member"
+        owner.control.admit(b"member")
+        strangers = [dial(owner) for _ in range(4)]
+        for stranger in strangers:
+            stranger.settimeout(WAIT_S)
+            assert stranger.recv(1) == b"", "too many, or said nothing"
+            stranger.close()
+        member.sendall(frames(large_message(2)))
+        assert owner.next()[2].transfer_id == 2, "members stay"
+    with dial(owner) as again:
+        again.sendall(frames(b"KVC1member", large_message(3)))
+        assert owner.next()[2].transfer_id == 3, "and come back under their name"
+
+
+def large_message(transfer_id: int) -> bytes:
+    """More than a stranger may say."""
+    return msgspec.msgpack.encode(CancelSession(transfer_id=transfer_id, ticket=bytes(MAX_STRANGER_BYTES)))
+
+
+def test_a_shortage_of_descriptors_is_waited_out(
+    make: Callable[[str], Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = make("owner")
+    refusals = iter([OSError(errno.EMFILE, "too many open files")] * 2)
+    listener = owner.control._listener
+
+    class ShortListener:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(listener, name)
+
+        def accept(self) -> Any:
+            if (refusal := next(refusals, None)) is not None:
+                raise refusal
+            return listener.accept()
+
+    owner.control._listener = ShortListener()  # type: ignore[assignment]
+    with dial(owner) as peer:
+        peer.sendall(frames(b"KVC1peer", msgspec.msgpack.encode(CancelSession(transfer_id=5))))
+        assert owner.next()[2].transfer_id == 5
+
+
 def test_messages_in_pieces_and_large_ones_arrive_whole(make: Callable[[str], Recorder]) -> None:
     owner, receiver = make("owner"), make("receiver")
     with dial(owner) as slow:
@@ -156,6 +224,8 @@ def test_messages_in_pieces_and_large_ones_arrive_whole(make: Callable[[str], Re
             slow.sendall(bytes([byte]))
         assert owner.next()[2].transfer_id == 6
     receiver.control.connect(owner.control.endpoint)
+    receiver.control.send(owner.control.endpoint, CancelSession(transfer_id=7))
+    owner.control.admit(owner.next()[1])
     large = os.urandom(24 << 20)
     for number in range(3):
         receiver.control.send(owner.control.endpoint, CancelSession(transfer_id=number, ticket=large))

@@ -16,7 +16,7 @@ from enum import IntEnum
 from typing import Final
 
 from kvmesh.transceiver.planes.base import MoveControl, MoveStoppedError, PlaneError
-from kvmesh.transceiver.planes.sockets import STOP_POLL_S, receive_exactly, shut, tune
+from kvmesh.transceiver.planes.sockets import STOP_POLL_S, accept, receive_exactly, shut, tune
 from kvmesh.transceiver.types import PeerKey
 
 __all__ = ["TOKEN_BYTES", "DataListener", "DataSource", "Way"]
@@ -115,11 +115,7 @@ class DataListener:
         self._thread.join(1.0)
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection, _address = self._listener.accept()
-            except OSError:
-                return
+        while (connection := accept(self._listener)) is not None:
             # In a thread of its own: whoever connects and says nothing holds nobody up.
             threading.Thread(target=self._greet, args=(connection,), name="kvmesh-channel-hello", daemon=True).start()
 

@@ -18,6 +18,7 @@ import msgspec
 
 from kvmesh.net.address import reachable_host
 from kvmesh.transceiver.planes.base import PlaneError
+from kvmesh.transceiver.planes.sockets import accept
 
 __all__ = ["Meeting", "announce"]
 
@@ -74,11 +75,7 @@ class Meeting:
         self._thread.join(2 * self._step_timeout_s)
 
     def _run(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
+        while (connection := accept(self._listener)) is not None:
             threading.Thread(target=self._serve, args=(connection,), name="kvmesh-mpi-meeting", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:

@@ -17,7 +17,7 @@ from typing import Final
 from kvmesh.net.faults import FaultInjectedError, fault_point
 from kvmesh.transceiver.planes.base import MoveControl, MoveJob, MoveStoppedError, Part, PlaneError
 from kvmesh.transceiver.planes.pieces import piece_slices
-from kvmesh.transceiver.planes.sockets import STOP_POLL_S, shut, tune
+from kvmesh.transceiver.planes.sockets import STOP_POLL_S, accept, shut, tune
 from kvmesh.transceiver.runs import contiguous_runs
 from kvmesh.transceiver.types import PoolMemory
 
@@ -84,7 +84,8 @@ class PageServer:
         self._views = PoolViews(pools)
         self._lock = threading.Lock()
         self._grants: dict[tuple[int, int], tuple[bytes, Sequence[Part], MoveControl]] = {}
-        self._connections: set[socket.socket] = set()
+        self._connections: dict[socket.socket, bool] = {}
+        """Whether it has shown a key yet, oldest first."""
         self._closed = False
         family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
         self._listener = socket.create_server((bind_host, 0), family=family, backlog=MAX_CONNECTIONS)
@@ -124,19 +125,23 @@ class PageServer:
         self._thread.join(1.0)
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection, _address = self._listener.accept()
-            except OSError:
-                return
+        while (connection := accept(self._listener)) is not None:
             with self._lock:
-                refused = self._closed or len(self._connections) >= MAX_CONNECTIONS
+                refused = self._closed or (len(self._connections) >= MAX_CONNECTIONS and not self._shut_a_stranger())
                 if not refused:
-                    self._connections.add(connection)
+                    self._connections[connection] = False
             if refused:
                 connection.close()
                 continue
             threading.Thread(target=self._serve, args=(connection,), name="kvmesh-page-stream", daemon=True).start()
+
+    def _shut_a_stranger(self) -> bool:
+        """Make room for somebody who may have a key: whether there was one who has shown none (under the lock)."""
+        stranger = next((one for one, known in self._connections.items() if not known), None)
+        if stranger is not None:
+            del self._connections[stranger]
+            shut(stranger)
+        return stranger is not None
 
     def _serve(self, connection: socket.socket) -> None:
         try:
@@ -148,7 +153,7 @@ class PageServer:
             return
         finally:
             with self._lock:
-                self._connections.discard(connection)
+                self._connections.pop(connection, None)
             connection.close()
 
     def _answer(self, connection: socket.socket, request: bytes) -> None:
@@ -158,6 +163,9 @@ class PageServer:
         if magic != _MAGIC or grant is None or not secrets.compare_digest(grant[0], key):
             connection.sendall(_ANSWER.pack(_MAGIC, _REFUSED, 0))
             return
+        with self._lock:
+            if connection in self._connections:
+                self._connections[connection] = True
         _key, parts, control = grant
         buffers = [view for part in parts for view in self._views.buffers(part)]
         connection.settimeout(None)

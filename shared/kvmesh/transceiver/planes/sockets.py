@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+import time
 from typing import Final
 
-__all__ = ["SOCKET_BUFFER_BYTES", "STOP_POLL_S", "receive_exactly", "shut", "tune"]
+__all__ = [
+    "SHORTAGE_ERRORS",
+    "SHORTAGE_WAIT_S",
+    "SOCKET_BUFFER_BYTES",
+    "STOP_POLL_S",
+    "accept",
+    "receive_exactly",
+    "shut",
+    "tune",
+]
 
 SOCKET_BUFFER_BYTES: Final = 4 << 20
 STOP_POLL_S: Final = 0.05
@@ -14,6 +25,23 @@ KEEPALIVE_IDLE_S: Final = 10
 KEEPALIVE_INTERVAL_S: Final = 5
 KEEPALIVE_PROBES: Final = 3
 """A host that is gone, or cut off, is noticed after 25 s of silence; the system answers for a stopped process."""
+
+
+SHORTAGE_ERRORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+"""With which the system refuses a connection because it, or this process, is short of something for now."""
+SHORTAGE_WAIT_S: Final = 0.2
+
+
+def accept(listener: socket.socket) -> socket.socket | None:
+    """Wait for the next connection; None once the listener was shut. A shortage of descriptors is waited out."""
+    while True:
+        try:
+            return listener.accept()[0]
+        except OSError as error:
+            if error.errno in SHORTAGE_ERRORS:
+                time.sleep(SHORTAGE_WAIT_S)
+            elif error.errno != errno.ECONNABORTED:
+                return None
 
 
 def tune(connection: socket.socket) -> None:

@@ -20,7 +20,7 @@ from kvmesh.net.faults import FaultInjectedError, fault_point
 from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.channels.base import Channel, Region
 from kvmesh.transceiver.planes.base import MoveControl, MoveStoppedError, Part, PlaneError
-from kvmesh.transceiver.planes.sockets import shut, tune
+from kvmesh.transceiver.planes.sockets import accept, shut, tune
 from kvmesh.transceiver.staged.admission import REST_S, AdmissionQueue
 from kvmesh.transceiver.staged.attachments import Attachments
 from kvmesh.transceiver.staged.copying import PageCopier, item_table
@@ -173,11 +173,7 @@ class PieceServer:
     # Threads.
 
     def _accept(self) -> None:
-        while True:
-            try:
-                stream, _address = self._listener.accept()
-            except OSError:
-                return
+        while (stream := accept(self._listener)) is not None:
             connection = _Connection(stream)
             thread = threading.Thread(target=self._serve, args=(connection,), name="kvmesh-piece-requests", daemon=True)
             with self._lock:
