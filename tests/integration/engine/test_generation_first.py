@@ -140,6 +140,28 @@ def test_a_pipelined_transfer_gives_what_one_whole_request_gives(
     pipelined.check_idle()
 
 
+@pytest.mark.parametrize(
+    ("transfers", "settings"),
+    [
+        ({}, {"transfer_plane": "tcp"}),
+        ({"transceiver_runtime": "CPP", "max_tokens_in_buffer": 16}, {}),
+        ({"transceiver_runtime": "CPP", "kv_transfer_timeout_ms": None}, {}),
+        (NIXL, {}),
+    ],
+    ids=["tcp", "staged in pieces", "staged without a deadline", "NIXL in one piece"],
+)
+def test_any_plane_will_do(
+    transfers: dict[str, Any], settings: dict[str, Any], make_engine: Make, request_of: Make, prompt: Make
+) -> None:
+    """§5.3: without pipelining the prompt is offered at its end, as ever."""
+    if transfers is NIXL and "NIXL" not in installed_backends():
+        pytest.skip("needs kvmesh[engine] (NIXL)")
+    pair = EarlyPair(make_engine, request_of, transfers=transfers, max_num_tokens=16, **settings)
+    whole = make_engine().run(request_of("whole", prompt(67)))[0].tokens
+    assert pair.run(prompt(67))[1].tokens == whole
+    pair.check_idle()
+
+
 def test_a_context_request_waits_for_its_receiver_without_pages(pair: EarlyPair, prompt: Make) -> None:
     """§5.3: WAIT_SCHEDULER."""
     tokens = prompt(21)
