@@ -24,6 +24,8 @@ class _Offer:
     seq: Sequence
     computed_to: int | None = None
     """Tokens behind the last chunk that was noted; None before the first."""
+    has_sent: bool = False
+    """Whether a slice of it goes out, or has."""
 
 
 class EarlyOffers:
@@ -95,10 +97,14 @@ class EarlyOffers:
         span = self._span(offer, start, end, is_last=False)
         offer.computed_to = end
         if not span.is_empty:
+            offer.has_sent = True
             self._send(seq, span, None)
 
     def prompt_done(self, seq: Sequence, aux: Aux) -> bool:
         """The prompt is computed, and ``aux`` says how it goes on: send what is left of it.
+
+        Nothing is sent of a prompt whose first token ended the answer. But where a part is on its way, so goes the rest:
+        the last slice tells the receiver that nobody writes into its pages any more.
 
         Returns:
             False when the transfer is over: its receiver will never have the prompt.
@@ -106,7 +112,7 @@ class EarlyOffers:
         offer = self._offers.pop(seq.transfer_id, None)
         if offer is None:
             return False
-        if aux.finished:
+        if aux.finished and not offer.has_sent:
             return self._transceiver.send_nothing(seq.transfer_id, aux)
         end = seq.history.prompt_length
         start = offer.computed_to

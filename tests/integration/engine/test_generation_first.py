@@ -446,3 +446,56 @@ def test_32_requests_at_once_never_deadlock(
     pair.until(lambda: all(answer.over for answer in answers))
     assert {number: pair.generation.answers[f"g{number}"].tokens for number in prompts} == expected
     pair.check_idle()
+
+
+@pytest.mark.parametrize("transfers", ["whole", "pipelined"])
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_that_come_and_go_leave_nothing_behind(
+    transfers: str, seed: int, make_engine: Make, request_of: Make, prompt: Make
+) -> None:
+    """Legs that come late or never, that are aborted on either side, and pools that are too small for all of them."""
+    if transfers == "pipelined" and "NIXL" not in installed_backends():
+        pytest.skip("needs kvmesh[engine] (NIXL)")
+    order = random.Random(seed)
+    pipelined = {"transfers": PIPELINED} if transfers == "pipelined" else {}
+    pair = EarlyPair(
+        make_engine,
+        request_of,
+        transfers=NIXL if pipelined else {},
+        context={"max_num_tokens": 16, "tokens": 160, **pipelined},
+        generation={"tokens": 200},
+    )
+    prefix = prompt(24)
+    sides = {"c": (pair.context, pair.context_leg), "g": (pair.generation, pair.generation_leg)}
+    to_come: list[tuple[str, int]] = []
+    for number in range(200, 240):
+        legs = [(kind, number) for kind in "cg" if order.random() > 0.1]
+        to_come += legs
+    order.shuffle(to_come)
+    to_come.sort(key=lambda leg: leg[1] // 8)
+    asked: list[tuple[str, int]] = []
+    while to_come or any(not sides[kind][0].answers[f"{kind}{number}"].over for kind, number in asked):
+        if to_come and order.random() < 0.5:
+            kind, number = to_come.pop(0)
+            side, leg = sides[kind]
+            tokens = (prefix if number % 3 else b"") + prompt(4 + number % 40, seed=number)
+            side.submit(leg(number, tokens, max_tokens=1 + number % 9))
+            asked.append((kind, number))
+        if asked and order.random() < 0.1:
+            kind, number = order.choice(asked)
+            sides[kind][0].executor.abort(f"{kind}{number}")
+        pair.step()
+        if not to_come:
+            # Whoever is alone would wait for its deadline.
+            for kind, number in asked:
+                other = f"{'g' if kind == 'c' else 'c'}{number}"
+                partner = sides["g" if kind == "c" else "c"][0].answers.get(other)
+                if partner is None or (partner.over and partner.reason in (None, "cancelled")):
+                    sides[kind][0].executor.abort(f"{kind}{number}")
+    for number in range(200, 240):
+        answers = [sides[kind][0].answers.get(f"{kind}{number}") for kind in "cg"]
+        if all(answer is not None and answer.reason in ("not_finished", "length") for answer in answers):
+            assert answers[1].tokens[:1] == answers[0].tokens
+    pair.check_idle()
+    assert pair.run(prompt(40, seed=999))[1].reason == "length"
+    pair.check_idle()
