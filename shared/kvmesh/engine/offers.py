@@ -103,7 +103,7 @@ class EarlyOffers:
     def prompt_done(self, seq: Sequence, aux: Aux) -> bool:
         """The prompt is computed, and ``aux`` says how it goes on: send what is left of it.
 
-        Nothing is sent of a prompt whose first token ended the answer. But where a part is on its way, so goes the rest:
+        Nothing is sent of a prompt whose first token ended the answer. But where a part is on its way the rest follows:
         the last slice tells the receiver that nobody writes into its pages any more.
 
         Returns:

@@ -12,6 +12,10 @@ The path of one transfer, and the module that each step lives in:
 6. Each side's executor hears how it ended and leases are released, or kept in ``quarantine`` while anyone may still
    touch their pages (``table``).
 
+Generation first, 1 and 2 change places: the receiver signs a claim to a prompt that is still to be computed
+(``claims``), the owner remembers it (``early``, ``early_sender``), and the prompt goes out in slices (``promises``,
+``slices``), whose arrival the receiver checks (``arrivals``).
+
 States are pure functions (``states``), waits follow ``timing``, and which backend is used is decided
 in :mod:`kvmesh.config.transfer_backend`.
 Fault points: ``transceiver.before_request``, ``before_send``, ``during_transfer``, ``during_send`` (TCP, owner),
