@@ -27,7 +27,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300 + 2 * STREAMS * ROUNDS)]
 AT_A_TIME = 12
 PROMPT_TOKENS = (5, 40, 100)
 PROBES = 5
-SLOW_TRANSFERS = "transceiver.before_request=pause:0.01,transceiver.during_transfer=pause:0.02"
+SHARE_THAT_STAYS = 0.1
+SLOW_TRANSFERS = "transceiver.during_transfer=pause:0.06"
+"""Of one pair of servers one after the other: most of the time to a first token is the transfer's."""
 FLAT_MIB = 32.0
 
 
@@ -42,7 +44,15 @@ class Storm:
         self.left: Counter[str] = Counter()
         self._url = f"{url}/v1/completions"
         self._choose = random.Random(seed)
-        self._first_token_s = 0.5
+        self._first_token_s = 0.0
+        self._stays = SHARE_THAT_STAYS
+
+    async def learn(self) -> None:
+        """How long a first token takes in such a crowd."""
+        self._stays, self._first_token_s = 1.0, 0.0
+        await self.run(2 * AT_A_TIME)
+        self._stays = SHARE_THAT_STAYS
+        self.left.clear()
 
     async def run(self, streams: int) -> None:
         """Ask and leave, so many times."""
@@ -61,14 +71,15 @@ class Storm:
         """The window ends with the first token; how far away that is, is learnt from those that see it."""
         started_s = time.monotonic()
         patience_s = self._choose.uniform(0.5, 1.1) * self._first_token_s
-        stays = self._choose.random() < 0.1
+        stays = self._choose.random() < self._stays
         how = "before"
         with anyio.move_on_after(60.0 if stays else patience_s):
             async with http.post(self._url, json=body(self._choose, stream=True)) as response:
                 assert response.status == 200, await response.text()
                 await response.content.readline()
                 how = "after"
-                self._first_token_s += 0.1 * (time.monotonic() - started_s - self._first_token_s)
+                took_s = time.monotonic() - started_s
+                self._first_token_s += 0.1 * (took_s - self._first_token_s) if self._first_token_s else took_s
                 if not stays:
                     await response.read()
                     how = "finished"
@@ -109,6 +120,7 @@ async def test_cancel_storm(make_mesh: Callable[..., Mesh], backend: str) -> Non
     mesh.wait_idle()
     begun = {worker.name: worker.stats()["pages_total"] for worker in mesh.workers()}
     storm = Storm(mesh["router"].url, seed=11)
+    await storm.learn()
     marks: list[dict[int, float]] = []
     for number in range(ROUNDS):
         await storm.run(STREAMS)
@@ -125,7 +137,8 @@ async def test_cancel_storm(make_mesh: Callable[..., Mesh], backend: str) -> Non
     cancelled = totals(mesh, "transfers_cancelled_total")
     print(f"{cancelled} of {totals(mesh, 'transfers_started_total')} transfers were cancelled")
     assert storm.left["before"] > STREAMS * ROUNDS // 3
-    assert cancelled >= STREAMS * ROUNDS // 10, "not enough of them left while pages moved"
+    # Both sides count.
+    assert cancelled >= STREAMS * ROUNDS // 3, "not enough of them left while pages moved"
     assert totals(mesh, "transfers_timed_out_total") == 0
     grown = {pid: after - marks[0][pid] for pid, after in marks[-1].items() if after - marks[0][pid] > FLAT_MIB}
     assert not grown, f"MiB by process: {grown}"
