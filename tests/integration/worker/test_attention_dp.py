@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from kvmesh.config import WorkerSettings
-from kvmesh.config.transfer_backend import nixl_is_installed
+from kvmesh.config.transfer_backend import installed_backends
 from kvmesh.net.groups import leaves
 from kvmesh.worker.server import WorkerFailedError
 
@@ -118,7 +118,7 @@ async def test_conversations_stay_on_their_rank(serve: Serve, settings_of: Setti
         assert await per_rank(worker, "generated_tokens_total") == [48, 48]
 
 
-NIXL = pytest.mark.skipif(not nixl_is_installed(), reason="needs NIXL: pip install 'kvmesh[engine]'")
+NIXL = pytest.mark.skipif("NIXL" not in installed_backends(), reason="needs NIXL: pip install 'kvmesh[engine]'")
 
 
 @pytest.mark.parametrize(
