@@ -10,42 +10,33 @@ import torch
 import zmq
 
 from kvmesh.cache.base import CacheManager
-from kvmesh.cache.cuda_device import CudaDevice
-from kvmesh.cache.device import CpuDevice, Device, DeviceMemoryError
+from kvmesh.cache.device import DeviceMemoryError
 from kvmesh.cache.errors import TierFailedError
-from kvmesh.cache.factory import create_manager, resolve_manager
-from kvmesh.cache.layout import LayoutError, PageLayout
-from kvmesh.cache.sharding import shard_requirements
+from kvmesh.cache.factory import create_manager
+from kvmesh.cache.layout import LayoutError
 from kvmesh.cache.sizing import SizingError
 from kvmesh.config import ConfigError, WorkerSettings
-from kvmesh.config.cache_effects import model_settings_without_effect
 from kvmesh.config.startup import refuse_impossible, refuse_unsupported, settings_without_effect
-from kvmesh.config.transfer_facts import server_facts
-from kvmesh.config.worker import DEFAULT_CPU_MEMORY_BYTES
+from kvmesh.engine.cache_setup import plan_cache
 from kvmesh.engine.channel import MessageChannel
-from kvmesh.engine.context_cap import context_kv_cap, has_context_workspace
-from kvmesh.engine.credits import ContextCredits
+from kvmesh.engine.devices import cache_device, choose_device, with_share_of_device
 from kvmesh.engine.executor import Executor
-from kvmesh.engine.intake import Intake, IntakeLimits
+from kvmesh.engine.intake import Intake
+from kvmesh.engine.limits import intake_limits, rebalance_interval, scheduler_limits
 from kvmesh.engine.loading import load, take_threads
 from kvmesh.engine.loop import EngineLoop
-from kvmesh.engine.offers import EarlyOffers
 from kvmesh.engine.outbox import Outbox
 from kvmesh.engine.pages import SequencePages
-from kvmesh.engine.plan import SchedulerLimits
 from kvmesh.engine.ranks.events import OneRankEvents, told_groups
 from kvmesh.engine.ranks.leader import RankGroup, RankStartError
-from kvmesh.engine.ranks.limits import cache_config_of_ranks
 from kvmesh.engine.ranks.pools import split_groups_of
 from kvmesh.engine.report import EngineReporter
-from kvmesh.engine.reservation import PeakPages, longest_fitting
 from kvmesh.engine.runner import BatchRunner
 from kvmesh.engine.sampler import Sampler
 from kvmesh.engine.scheduler import Scheduler
 from kvmesh.engine.starvation import StarvationWatch
 from kvmesh.engine.step import StepComputer
-from kvmesh.engine.transfer_pools import transfer_pools
-from kvmesh.engine.transfers import TransferDesk
+from kvmesh.engine.transfer_setup import context_credits, start_transceiver, transfer_desk
 from kvmesh.engine.upkeep import CacheUpkeep
 from kvmesh.engine.waiting import LoopWaiter
 from kvmesh.events.endpoints import EndpointError
@@ -61,7 +52,7 @@ from kvmesh.net.clock import Clock
 from kvmesh.protocol.engine import EngineReady
 from kvmesh.protocol.ranks import ALONE, DpSeat
 from kvmesh.telemetry import get_logger
-from kvmesh.transceiver import Transceiver, TransceiverConfigError, create_transceiver
+from kvmesh.transceiver import Transceiver, TransceiverConfigError
 from kvmesh.transceiver.planes.base import PlaneError
 
 __all__ = ["Engine", "EngineBuildError"]
@@ -178,8 +169,8 @@ def _build_with(
 ) -> Engine:
     num_ranks = settings.ranks_per_engine
     threads = take_threads(settings, num_ranks)
-    device = _device(settings, seat)
-    settings = _with_share_of_device(settings, device, seat)
+    device = choose_device(settings, seat)
+    settings = with_share_of_device(settings, device, seat)
     source = resolve_model(settings.model)
     ranks = RankGroup(settings, read_config(source), device) if num_ranks > 1 else None
     if ranks is None:
@@ -190,28 +181,8 @@ def _build_with(
         ranks.await_loaded()
     _check(settings, model)
 
-    memory: Device = (
-        CudaDevice(device.index or 0)
-        if device.type == "cuda"
-        else CpuDevice(settings.device_memory_bytes or DEFAULT_CPU_MEMORY_BYTES)
-    )
-    whole = PageLayout.build(model.cache_requirements(), settings.kv_cache_config.tokens_per_block)
-    layout = PageLayout.build(
-        shard_requirements(model.cache_requirements(), settings.tensor_parallel_size, settings.pipeline_parallel_size),
-        settings.kv_cache_config.tokens_per_block,
-    )
-    cache_config = resolve_manager(
-        cache_config_of_ranks(settings.kv_cache_config, whole, layout),
-        # V1 splits its memory between windows once and for all.
-        model_prefers_v2=any(group.window is not None for group in whole.groups),
-    )
-    for note in model_settings_without_effect(
-        cache_config,
-        num_layers=model.config.num_layers,
-        num_pools=len(whole.pools),
-        windowed=any(group.window is not None for group in whole.groups),
-    ):
-        _log.warning("setting has no effect here", setting=note)
+    memory = cache_device(settings, device)
+    cache_config, whole, layout = plan_cache(settings, model)
     events = create_event_source(
         settings,
         EventOrigin(
@@ -245,7 +216,7 @@ def _build_with(
     content = fingerprint(source.path)
     digest = layout.digest(content)
     waiter = LoopWaiter(channel, clock)
-    transceiver = _transceiver(
+    transceiver = start_transceiver(
         settings,
         manager,
         digest=digest,
@@ -257,19 +228,19 @@ def _build_with(
     )
     events.start()
 
-    limits = _limits(settings, model, manager, transfers=transceiver is not None)
+    limits = intake_limits(settings, model, manager, transfers=transceiver is not None)
     sampler = Sampler(model.config.eos_token_ids)
     pages = SequencePages(manager)
-    lending = None if transceiver is None else _credits(settings, manager, pages, transceiver, clock)
-    scheduler = Scheduler(_scheduler_limits(settings, model, layout), pages, lending)
+    lending = None if transceiver is None else context_credits(settings, manager, pages, transceiver, clock)
+    scheduler = Scheduler(scheduler_limits(settings, model, manager), pages, lending)
     addresses = [pool.address for pool in manager.pools]
     scratch_groups = split_groups_of(layout, swa_scratch_reuse=settings.kv_cache_config.enable_swa_scratch_reuse)
-    desk = None if transceiver is None else _desk(settings, transceiver, layout, device, waiter, clock)
+    desk = None if transceiver is None else transfer_desk(settings, transceiver, layout, device, waiter, clock)
     executor = Executor(
         intake=Intake(limits, sampler, clock),
         scheduler=scheduler,
         pages=pages,
-        upkeep=CacheUpkeep(manager, scheduler, _rebalance_interval(settings)),
+        upkeep=CacheUpkeep(manager, scheduler, rebalance_interval(settings)),
         starvation=StarvationWatch(manager, scheduler),
         runner=BatchRunner(
             StepComputer(
@@ -333,138 +304,9 @@ def _build_with(
     )
 
 
-def _device(settings: WorkerSettings, seat: DpSeat) -> torch.device:
-    if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
-        if not torch.cuda.is_available():
-            raise ConfigError("device is cuda, but this machine has no usable CUDA GPU; set device to cpu or auto")
-        return torch.device("cuda", seat.rank % torch.cuda.device_count())
-    return torch.device("cpu")
-
-
-def _with_share_of_device(settings: WorkerSettings, device: torch.device, seat: DpSeat) -> WorkerSettings:
-    """The settings with a part of the free memory where a GPU has several ranks; each of them takes its part."""
-    if device.type != "cuda" or seat.size == 1:
-        return settings
-    sharing = len(range(device.index, seat.size, torch.cuda.device_count()))
-    cache = settings.kv_cache_config
-    fraction = None if cache.free_gpu_memory_fraction is None else cache.free_gpu_memory_fraction / sharing
-    return settings.model_copy(
-        update={"kv_cache_config": cache.model_copy(update={"free_gpu_memory_fraction": fraction})}
-    )
-
-
 def _check(settings: WorkerSettings, model: CausalLM) -> None:
     dtypes = {layer.dtype for layer in model.cache_requirements().layers}
     refuse_unsupported(settings, cache_dtypes=dtypes)
     refuse_impossible(settings, max_seq_len=model.max_seq_len)
     for note in settings_without_effect(settings):
         _log.warning("setting has no effect here", setting=note)
-
-
-def _transceiver(
-    settings: WorkerSettings,
-    manager: CacheManager,
-    *,
-    digest: str,
-    summary: str,
-    epoch: int,
-    waiter: LoopWaiter,
-    clock: Clock,
-    max_seq_len: int,
-) -> Transceiver | None:
-    pools = transfer_pools(manager)
-    return create_transceiver(
-        settings.cache_transceiver_config,
-        layout=manager.layout,
-        pools=pools,
-        instance_id=settings.instance_id or f"engine-{os.getpid()}",
-        epoch=epoch,
-        cluster_secret=(settings.cluster_secret or "").encode(),
-        bind_host=settings.transfer_bind_host,
-        plane=settings.transfer_plane,
-        checksums=settings.transfer_checksums,
-        digest=digest,
-        summary=summary,
-        clock=clock,
-        facts=server_facts(settings, "cuda" if any(pool.device == "cuda" for pool in pools) else "cpu"),
-        waiter=waiter,
-        max_seq_len=max_seq_len,
-    )
-
-
-def _desk(
-    settings: WorkerSettings,
-    transceiver: Transceiver,
-    layout: PageLayout,
-    device: torch.device,
-    waiter: LoopWaiter,
-    clock: Clock,
-) -> TransferDesk:
-    offers = EarlyOffers(
-        transceiver,
-        [group.window for group in layout.groups],
-        layout.tokens_per_block,
-        settle=(lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else _settled,
-    )
-    return TransferDesk(transceiver, settings.cache_transceiver_config, waiter, clock, offers)
-
-
-def _credits(
-    settings: WorkerSettings, manager: CacheManager, pages: SequencePages, transceiver: Transceiver, clock: Clock
-) -> ContextCredits:
-    timeout_ms = settings.cache_transceiver_config.kv_transfer_timeout_ms
-    return ContextCredits(
-        settings.max_unread_share,
-        [pool.total for pool in manager.stats().pools],
-        pages,
-        float("inf") if timeout_ms is None else timeout_ms / 1e3,
-        transceiver.is_unread,
-        clock,
-    )
-
-
-def _settled() -> None:
-    """On a CPU, what was computed is in the pages."""
-
-
-def _scheduler_limits(settings: WorkerSettings, model: CausalLM, layout: PageLayout) -> SchedulerLimits:
-    cache = settings.kv_cache_config
-    cap = cache.fp8_context_mla_kv_len_cap
-    has_workspace = has_context_workspace(layout)
-    if cap is not None and not has_workspace:
-        _log.warning("setting has no effect here", setting=f"kv_cache_config.fp8_context_mla_kv_len_cap={cap}")
-    effective_cap = context_kv_cap(
-        cap,
-        max_batch_size=settings.max_batch_size,
-        max_num_tokens=settings.max_num_tokens,
-        max_seq_len=model.max_seq_len,
-    )
-    return SchedulerLimits(
-        max_batch_size=settings.max_batch_size,
-        max_num_tokens=settings.max_num_tokens,
-        chunked_prefill=settings.enable_chunked_prefill,
-        policy=settings.scheduler_policy,
-        # Without reuse nobody finds what another one computes.
-        prefix_aware=settings.enable_prefix_aware_scheduling and cache.enable_block_reuse,
-        context_kv_cap_tokens=effective_cap if has_workspace else None,
-        disk_prefetch_num_reqs=cache.disk_prefetch_num_reqs if cache.enable_block_reuse else 0,
-    )
-
-
-def _rebalance_interval(settings: WorkerSettings) -> int | None:
-    cache = settings.kv_cache_config
-    return cache.kv_pool_rebalance_config.check_interval if cache.enable_kv_pool_rebalance else None
-
-
-def _limits(settings: WorkerSettings, model: CausalLM, cache: CacheManager, *, transfers: bool) -> IntakeLimits:
-    peak = PeakPages(cache.pages_needed, cache.layout.tokens_per_block, settings.max_num_tokens)
-    return IntakeLimits(
-        vocab_size=model.config.vocab_size,
-        max_seq_len=model.max_seq_len,
-        max_cached_tokens=longest_fitting(peak.of_context, cache.reservable_pages(), model.max_seq_len),
-        max_num_tokens=settings.max_num_tokens,
-        chunked_prefill=settings.enable_chunked_prefill,
-        max_queue=settings.max_queue,
-        transfers=transfers,
-        pipelined=transfers and settings.cache_transceiver_config.enable_pipelined_transfer,
-    )
