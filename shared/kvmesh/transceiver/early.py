@@ -60,10 +60,14 @@ class EarlyRequests:
         """The request of a transfer, which is forgotten; None when there is none."""
         return self._waiting.pop(transfer_id, None)
 
+    def has(self, peer: PeerKey, transfer_id: int, session: int) -> bool:
+        """Whether the request that a receiver made under its session number waits here."""
+        found = self._waiting.get(transfer_id)
+        return found is not None and found.peer == peer and found.request.session == session
+
     def withdraw(self, peer: PeerKey, transfer_id: int, session: int) -> bool:
         """Forget the request that a receiver made under its session number; returns whether there was one."""
-        found = self._waiting.get(transfer_id)
-        if found is None or found.peer != peer or found.request.session != session:
+        if not self.has(peer, transfer_id, session):
             return False
         del self._waiting[transfer_id]
         return True

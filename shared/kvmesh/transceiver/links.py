@@ -110,7 +110,7 @@ class Links:
         link.state = LinkState.ATTACHING
         watch_process(self._engine, link.peer, reply.process)
         try:
-            self._engine.workers.submit(worker_of(endpoint), lambda: self._attach(link, reply.agent))
+            self._engine.workers.submit(worker_of(endpoint, link.peer), lambda: self._attach(link, reply.agent))
         except WorkerBusyError as error:
             self.drop(link, "peer_unreachable", str(error))
 
@@ -145,7 +145,8 @@ class Links:
         # What its sessions still have to say goes out before the connection closes.
         self._on_down(link, code, reason)
         self._engine.hang_up(link.endpoint)
-        self._engine.workers.retire(worker_of(link.endpoint), lambda: self._engine.plane.detach(link.peer, "receiver"))
+        worker = worker_of(link.endpoint, link.peer)
+        self._engine.workers.retire(worker, lambda: self._engine.plane.detach(link.peer, "receiver"))
 
     def take_lives(self, instance_id: str, epoch: int) -> list[Link]:
         """The links to lives of an instance up to ``epoch``."""
@@ -161,6 +162,12 @@ class Links:
             reason = f"cannot reach the memory of {link.peer}: {error}"
             self._run_locked(lambda: self.drop(link, "peer_unreachable", reason))
             return
+        except Exception:
+            # The border of error isolation: what one owner makes go wrong ends the link to it only.
+            self._log.exception("cannot reach an owner's memory", peer=str(link.peer))
+            unknown = f"cannot reach the memory of {link.peer}; the log of this server says why"
+            self._run_locked(lambda: self.drop(link, "peer_unreachable", unknown))
+            return
         self._log.info("paired", peer=str(link.peer), plane=way)
         self._run_locked(lambda: self._up(link))
 
@@ -170,6 +177,6 @@ class Links:
             self._on_up(link)
 
 
-def worker_of(endpoint: str) -> str:
-    """Name of the worker that serves a link."""
-    return f"from-{endpoint}"
+def worker_of(endpoint: str, peer: PeerKey | None) -> str:
+    """Name of the worker that serves a link: another life at the same address has another one."""
+    return f"from-{endpoint}-{peer}"

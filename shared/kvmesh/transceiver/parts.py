@@ -27,6 +27,7 @@ __all__ = [
 
 DEVICE: Final = 0
 HOST: Final = 1
+_TIERS: Final = bytes((DEVICE, HOST))
 
 Tiers = NDArray[np.uint8]
 """By block: :data:`DEVICE` or :data:`HOST`."""
@@ -63,7 +64,7 @@ def decode_sources(pages: Sequence[PageIds], tiers: Sequence[bytes]) -> list[Sou
         tiers: what :func:`encode_tiers` made.
 
     Raises:
-        MissingPageError: the two do not fit together.
+        MissingPageError: the two do not fit together, or a tier is none.
     """
     if not tiers:
         return [Source(ids) for ids in pages]
@@ -71,6 +72,8 @@ def decode_sources(pages: Sequence[PageIds], tiers: Sequence[bytes]) -> list[Sou
         encoded and len(encoded) != len(ids) for encoded, ids in zip(tiers, pages, strict=True)
     ):
         raise MissingPageError("the owner's list of tiers does not fit its list of pages")
+    if any(encoded.translate(None, _TIERS) for encoded in tiers):
+        raise MissingPageError("the owner's pages are in tiers that do not exist")
     decoded = [np.frombuffer(encoded, dtype=np.uint8) if encoded else None for encoded in tiers]
     return [Source(ids, of) for ids, of in zip(pages, decoded, strict=True)]
 

@@ -106,6 +106,11 @@ class Promise:
     complete: bool = False
     """The last slice is among them."""
 
+    @property
+    def is_sent(self) -> bool:
+        """Whether all of it has been handed on to be sent."""
+        return self.complete and not self.waiting
+
 
 class SlicePages(NamedTuple):
     """The pages of one slice, at both ends."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from kvmesh.net.faults import FaultInjectedError, fault_point
 from kvmesh.protocol.transfer import CancelSession, ResultAck, TransferResult
+from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.arrivals import arrived_pages
 from kvmesh.transceiver.bounce import run_job
 from kvmesh.transceiver.handshake import Pairing
@@ -62,6 +63,7 @@ class Pulling:
     def __init__(self, engine: LocalEngine, table: SessionTable[ReceiveSession]) -> None:
         self._engine = engine
         self._table = table
+        self._log = get_logger("transceiver.pulling")
 
     def start_pull(self, session: ReceiveSession, pairing: Pairing, granted: TransferResult) -> None:
         """Copy the pages that the owner has granted (under the lock)."""
@@ -90,13 +92,13 @@ class Pulling:
 
     def start_check(self, session: ReceiveSession, pairing: Pairing, written: TransferResult) -> None:
         """Check the pages that the owner has written: all, or those of one slice (under the lock)."""
-        local = arrived_pages(session, self._engine.layout, written) if session.is_claim else session.local
-        # Where they came from plays no part any more, only which of them came together.
-        pages = [np.zeros(len(local[route.receiver_group]), dtype=np.int32) for route in pairing.routes]
         try:
+            local = arrived_pages(session, self._engine.layout, written) if session.is_claim else session.local
+            # Where they came from plays no part any more, only which of them came together.
+            pages = [np.zeros(len(local[route.receiver_group]), dtype=np.int32) for route in pairing.routes]
             parts = self._parts_of(local, pairing, pages, written)
             in_run = _arrives_in_run(session, written)
-        except MissingPageError as error:
+        except (MissingPageError, ValueError) as error:
             session.peer_may_write = session.peer_may_write and not written.is_last
             self._fail(session, f"the owner's answer makes no sense: {error}")
             return
@@ -112,9 +114,12 @@ class Pulling:
 
     def take_checksums(self, session: ReceiveSession, answer: TransferResult) -> None:
         """The owner's checksums have come (under the lock)."""
-        if answer.slice_index < len(session.checks):
-            session.checks[answer.slice_index].theirs = answer.checksums
-            self._complete(session)
+        check = session.checks.get(answer.slice_index)
+        if check is None or check.theirs is not None:
+            self._table.counters.dropped += 1
+            return
+        check.theirs = answer.checksums
+        self._complete(session)
 
     def acknowledge(self, session: ReceiveSession) -> None:
         """Tell the owner, once, how an ended session stands: it may release its pages, or has to stop writing."""
@@ -146,6 +151,9 @@ class Pulling:
 
     @staticmethod
     def _give_up(session: ReceiveSession, number: int) -> CancelSession:
+        if session.refused:
+            # Somebody else may have the right to this transfer by now: only what this session has asked for is over.
+            return CancelSession(transfer_id=session.transfer_id, session=number)
         ticket, claim = (b"", session.token) if session.is_claim else (session.token, b"")
         return CancelSession(transfer_id=session.transfer_id, session=number, ticket=ticket, claim=claim)
 
@@ -166,8 +174,8 @@ class Pulling:
     def _prepare_check(self, session: ReceiveSession, parts: list[Part], answer: TransferResult) -> SliceCheck | None:
         if not answer.checked or self._engine.checksums is None:
             return None
-        session.checks.append(SliceCheck(self._engine.checksums.running(parts)))
-        return session.checks[-1]
+        check = session.checks[session.next_slice] = SliceCheck(self._engine.checksums.running(parts))
+        return check
 
     def _submit(self, session: ReceiveSession, work: _Work) -> None:
         session.moving += 1
@@ -180,7 +188,7 @@ class Pulling:
             self._work(session, work)
             return
         try:
-            self._engine.workers.submit(worker_of(session.endpoint), lambda: self._work(session, work))
+            self._engine.workers.submit(worker_of(session.endpoint, session.peer), lambda: self._work(session, work))
         except WorkerBusyError as error:
             self._leave(session)
             self._fail(session, str(error))
@@ -206,6 +214,10 @@ class Pulling:
             reason = "stopped"
         except (PlaneError, FaultInjectedError) as error:
             reason = str(error)
+        except Exception:
+            # The border of error isolation: what one owner makes go wrong ends its own transfer only.
+            self._log.exception("a transfer could not be received", transfer_id=session.transfer_id)
+            reason = "the pages could not be received; the log of this server says why"
         with self._table.lock:
             self._leave(session)
             if work.job is not None and not reason:
@@ -231,7 +243,7 @@ class Pulling:
     def _complete(self, session: ReceiveSession) -> None:
         if session.status.state is not SessionState.KV_TRANSFERRED:
             return
-        compared = [check.difference() for check in session.checks if check.theirs is not None]
+        compared = [check.difference() for check in session.checks.values() if check.theirs is not None]
         damage = next((found for found in compared if found is not None), None)
         if damage is not None:
             self._fail(session, damage, "checksum_mismatch")

@@ -28,7 +28,7 @@ from kvmesh.protocol.transfer import (
     TransferResult,
 )
 from kvmesh.telemetry import get_logger
-from kvmesh.transceiver.arrivals import aux_obstacle
+from kvmesh.transceiver.arrivals import answer_obstacle
 from kvmesh.transceiver.claims import open_address, sign
 from kvmesh.transceiver.handshake import Pairing
 from kvmesh.transceiver.links import Link, Links, LinkState
@@ -316,8 +316,7 @@ class ReceiverSide:
             elif granted and (obstacle := self._obstacle(session, result)) is not None:
                 self.table.counters.dropped += 1
                 self._log.warning("an answer makes no sense", transfer_id=result.transfer_id, reason=obstacle)
-            elif granted and (obstacle := aux_obstacle(session, result)) is not None:
-                session.peer_may_write = False if result.is_last else session.peer_may_write
+            elif granted and (obstacle := answer_obstacle(session, result)) is not None:
                 self._fail(session, 502, "bad_aux", f"the owner's answer makes no sense: {obstacle}")
             elif granted:
                 self._take_granted(session, result)
@@ -329,14 +328,16 @@ class ReceiverSide:
                 self._fail(session, 502, "transfer_failed", result.message or "the page owner reports a failure")
 
     def on_refused(self, endpoint: str, refused: Refused) -> None:
-        """An owner refuses a request for pages."""
+        """An owner refuses a request for pages.
+
+        Whether it serves an earlier copy of the same request, its word does not say.
+        """
         with self.table.lock:
             session = self._find(endpoint, refused.transfer_id, refused.session)
             if session is None:
                 self.table.counters.dropped += 1
                 return
-            session.peer_may_write = False
-            session.acknowledged = True
+            session.refused = True
             self._fail(session, refused.status, refused.code, refused.message)
 
     def on_cancel(self, endpoint: str, cancel: CancelSession) -> None:

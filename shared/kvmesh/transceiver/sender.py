@@ -169,6 +169,9 @@ class SenderSide:
         """A receiver presents a ticket, or a claim, and asks for pages."""
         with self.table.lock:
             peer = self.receivers.peer(route)
+            if peer is not None and self._is_repeated(peer, request):
+                self.table.counters.dropped += 1  # The first one is answered.
+                return
             if request.claim:
                 self.early.on_claim(route, peer, request)
                 return
@@ -204,6 +207,8 @@ class SenderSide:
                     self.early.withdraw(peer, ack.transfer_id, ack.session)
                 return
             try:
+                if ack.status == "done" and session.promise is not None and not session.promise.is_sent:
+                    raise InvalidTransitionError(session.status, SendEvent.ACK_DONE)
                 status = next_send_status(session.status, _ACK_EVENTS[ack.status])
             except InvalidTransitionError as error:
                 self.table.counters.dropped += 1
@@ -230,7 +235,8 @@ class SenderSide:
                 self._give_up(cancel)
             else:
                 self.early.on_cancel(peer, cancel)
-            if peer is not None and cancel.session and not self._moves(peer, cancel.session):
+            moves = self._moves(peer, cancel.session) if peer is not None else not self.table.safe(cancel.transfer_id)
+            if cancel.session and not moves:
                 # The receiver may reuse its pages. Where something moves, the worker says so when it has stopped.
                 message = TransferResult(transfer_id=cancel.transfer_id, session=cancel.session, status="cancelled")
                 self._engine.send(route, message)
@@ -265,6 +271,12 @@ class SenderSide:
     def _moves(self, peer: PeerKey, number: int) -> bool:
         sessions = itertools.chain(self.table.open.values(), self.table.quarantine)
         return any(session.asked_by(peer, number) and not session.quiet for session in sessions)
+
+    def _is_repeated(self, peer: PeerKey, request: RequestData) -> bool:
+        if self.early.early.has(peer, request.transfer_id, request.session):
+            return True
+        sessions = itertools.chain(self.table.open.values(), self.table.quarantine)
+        return any(one.transfer_id == request.transfer_id and one.asked_by(peer, request.session) for one in sessions)
 
     def _give_up(self, cancel: CancelSession) -> None:
         try:

@@ -15,7 +15,7 @@ from kvmesh.transceiver.parts import encode_tiers
 from kvmesh.transceiver.peers import Receivers
 from kvmesh.transceiver.planes.base import MoveJob, MoveStoppedError, PlaneError
 from kvmesh.transceiver.runs import encode_pages
-from kvmesh.transceiver.sessions import Piece, SendSession
+from kvmesh.transceiver.sessions import LastWords, Piece, SendSession
 from kvmesh.transceiver.states import SendEvent, SessionState, next_send_status
 from kvmesh.transceiver.table import SessionTable
 from kvmesh.transceiver.types import PeerKey
@@ -83,11 +83,18 @@ class Serving:
             self._log.warning("cannot reach a receiver's memory", peer=str(peer), reason=str(error))
             self._engine.send(route, self._engine.handshake.reply(refused=str(error)))
             return
+        except Exception:
+            # The border of error isolation, as below.
+            self._log.exception("cannot reach a receiver's memory", peer=str(peer))
+            refusal = f"{self._engine.key} cannot reach the memory of {peer}; its log says why"
+            self._engine.send(route, self._engine.handshake.reply(refused=refusal))
+            return
         self._log.info("paired", peer=str(peer), plane=way)
         self._engine.send(route, self._engine.handshake.reply())
 
     def fail(self, session: SendSession, reason: str) -> None:
         """End a promised session of which a piece cannot be sent (under the lock)."""
+        session.control.stop()
         self._tell_end(session, "failed", reason)
         status = next_send_status(session.status, SendEvent.FAIL)
         self._table.fail(session, status, 409, "pages_mismatch", reason)
@@ -142,13 +149,17 @@ class Serving:
                         aux=piece.aux,
                         bounce=None if bounced is None else session.offered,
                     )
+            # While the receiver copies, or sums what it has got.
+            sums = checksums.of(job.parts) if checksums is not None else []
         except MoveStoppedError:
             self._cancelled(session)
         except (PlaneError, FaultInjectedError) as error:
             self._fail(session, str(error))
+        except Exception:
+            # The border of error isolation: what one receiver makes go wrong ends its own transfer only.
+            self._log.exception("a transfer could not be served", transfer_id=session.transfer_id, peer=str(peer))
+            self._fail(session, "the page owner could not serve the transfer; its log says why")
         else:
-            # While the receiver copies, or sums what it has got.
-            sums = checksums.of(job.parts) if checksums is not None else []
             self._served(session, sums, piece)
 
     def _gather(self, session: SendSession, job: MoveJob) -> MoveJob | None:
@@ -187,6 +198,7 @@ class Serving:
 
     def _fail(self, session: SendSession, reason: str) -> None:
         with self._table.lock:
+            session.control.stop()  # of pieces before this one, that are on their way
             self._leave(session)
             self._tell_end(session, "failed", reason)
             status = next_send_status(session.status, SendEvent.FAIL)
@@ -194,9 +206,16 @@ class Serving:
             self._table.notify()
 
     def _tell_end(self, session: SendSession, status: Literal["failed", "cancelled"], message: str) -> None:
-        """Once, for further pieces of a promised prompt may be waiting behind the one that has ended it."""
-        if not session.told_end:
-            session.told_end = session.promise is not None
+        """Once, for further pieces of a promised prompt may be waiting behind the one that has ended it.
+
+        The receiver takes it as a word that nobody writes into its pages: while a piece is on its way, it has to wait.
+        """
+        if session.told_end:
+            return
+        session.told_end = session.promise is not None
+        if session.moving:
+            session.last_words = LastWords(status, message)
+        else:
             self.answer(session, status, message=message)
 
     @staticmethod
@@ -204,10 +223,12 @@ class Serving:
         session.moving += 1
         session.busy = True
 
-    @staticmethod
-    def _leave(session: SendSession) -> None:
+    def _leave(self, session: SendSession) -> None:
         session.moving -= 1
         session.busy = session.moving > 0
+        if session.last_words is not None and not session.moving:
+            self.answer(session, session.last_words.status, message=session.last_words.message)
+            session.last_words = None
 
     def _apply(self, session: SendSession, event: SendEvent, reason: str = "") -> None:
         self._table.advance(session, next_send_status(session.status, event), reason)

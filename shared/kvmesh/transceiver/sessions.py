@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from kvmesh.protocol.transfer import Aux, RequestData, Run, Ticket
 from kvmesh.transceiver.bounce import BounceRun
@@ -15,7 +15,7 @@ from kvmesh.transceiver.promises import Promise
 from kvmesh.transceiver.states import INITIAL_STATUS, Status
 from kvmesh.transceiver.types import PageIds, PageLease, PeerKey, TransferFailure, TransferNotes
 
-__all__ = ["CANCEL_REPEAT_S", "Piece", "ReceiveSession", "SendSession", "Session", "SliceCheck"]
+__all__ = ["CANCEL_REPEAT_S", "LastWords", "Piece", "ReceiveSession", "SendSession", "Session", "SliceCheck"]
 
 MAX_NOTED_TIMES: Final = 512
 """Of the slices of one transfer."""
@@ -100,6 +100,13 @@ class Piece(NamedTuple):
     aux: Aux | None = None
 
 
+class LastWords(NamedTuple):
+    """How an owner ends a session that it cannot complete."""
+
+    status: Literal["failed", "cancelled"]
+    message: str
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class SendSession(Session):
     """The page owner's side. The deadline is armed once, when the session opens, and only flags."""
@@ -121,7 +128,9 @@ class SendSession(Session):
     granted: bool = False
     """Pull planes: the receiver may be reading the pages."""
     told_end: bool = False
-    """The receiver of a promised prompt was told that it will not come."""
+    """The receiver of a promised prompt was told that it will not come, or is about to be."""
+    last_words: LastWords | None = None
+    """What to tell it as soon as nothing of the prompt is being sent any more: it may reuse its pages then."""
 
     @property
     def is_idle(self) -> bool:
@@ -167,14 +176,18 @@ class ReceiveSession(Session):
     """Per layer group: destination pages of the blocks from ``first_block`` on; negative where none is kept."""
     local: list[PageIds]
     """``wanted`` without its negative entries: the pages that are written."""
+    refused: bool = False
+    """The owner has refused a request of this session."""
     asked: bool = False
     """The owner has been asked for the pages, and its ticket is spent."""
     acknowledged: bool = False
     """The owner has been told how the session ended."""
     orphaned: bool = False
     """The owner is gone while a mover of ours works with what is left of it."""
-    checks: list[SliceCheck] = field(default_factory=list)
-    """Of the pages as they landed, one for each slice; none where they are not checked."""
+    checks: dict[int, SliceCheck] = field(default_factory=dict)
+    """Of the pages as they landed, by slice; none of slices that are not checked."""
+    arrived_to: list[int] = field(default_factory=list)
+    """Slices: by layer group, behind the last block that has come."""
     peer_may_write: bool = False
     """Push planes: the owner has been asked to write and has not said that it ended."""
 

@@ -23,27 +23,36 @@ class WorkerBusyError(Exception):
 
 
 class _Worker:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, after: _Worker | None = None) -> None:
+        self._after = after
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
         self.error: BaseException | None = None
+        self._thread.start()
 
     def submit(self, job: Job) -> None:
         if self._jobs.qsize() >= MAX_QUEUED_JOBS:
             raise WorkerBusyError(f"{self._thread.name}: {MAX_QUEUED_JOBS} jobs wait already")
         self._jobs.put(job)
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return self._thread.is_alive()
+
     def end(self, last_job: Job | None = None) -> None:
         if last_job is not None:
             self._jobs.put(last_job)
         self._jobs.put(None)
 
-    def join(self, timeout_s: float) -> bool:
+    def join(self, timeout_s: float | None) -> bool:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        if self._after is not None:
+            self._after.join(None)
+            self._after = None
         while (job := self._jobs.get()) is not None:
             try:
                 job()
@@ -59,6 +68,8 @@ class PeerWorkers:
         self._owner = owner
         self._lock = threading.Lock()
         self._workers: dict[str, _Worker] = {}
+        self._retired: dict[str, _Worker] = {}
+        """Those that have not ended yet, the latest of each name."""
         self._closed = False
 
     def submit(self, name: str, job: Job) -> None:
@@ -72,18 +83,26 @@ class PeerWorkers:
                 raise WorkerBusyError(f"{self._owner} is shutting down")
             worker = self._workers.get(name)
             if worker is None:
-                worker = self._workers[name] = _Worker(f"{self._owner}-{name}"[:48])
+                worker = self._workers[name] = _Worker(f"{self._owner}-{name}"[:48], self._retired.get(name))
             worker.submit(job)
 
     def retire(self, name: str, last_job: Job | None = None) -> None:
-        """End the worker ``name`` after what it has queued and ``last_job``; it starts anew when it is used again."""
+        """End the worker ``name`` after what it has queued and ``last_job``.
+
+        It starts anew when it is used again, but not before that: a last job that lets go of a peer's memory must not
+        come after a job that reaches it again.
+        """
         with self._lock:
             worker = self._workers.pop(name, None)
-        if worker is None:
-            if last_job is not None:
-                last_job()
-            return
-        worker.end(last_job)
+            if worker is None and name in self._retired and last_job is not None and not self._closed:
+                worker = _Worker(f"{self._owner}-{name}"[:48], self._retired[name])
+            if worker is not None:
+                self._retired = {one: of for one, of in self._retired.items() if of.is_alive}
+                self._retired[name] = worker
+                worker.end(last_job)
+                return
+        if last_job is not None:
+            last_job()
 
     @property
     def error(self) -> BaseException | None:

@@ -12,12 +12,13 @@ import pytest
 
 from kvmesh.net.faults import injected
 from kvmesh.protocol.disagg import ContextAddress
-from kvmesh.protocol.transfer import Aux, Claim, RequestData, TransferResult
+from kvmesh.protocol.transfer import Aux, Claim, RequestData, ResultAck, TransferResult
 from kvmesh.transceiver.claims import sign
 from kvmesh.transceiver.slices import BlockSpan
 from kvmesh.transceiver.states import SessionState
 from kvmesh.transceiver.table import DuplicateTransferError
 from kvmesh.transceiver.tickets import Signer, TicketError
+from kvmesh.transceiver.workers import WorkerBusyError
 
 Wire = Any
 """tests/unit/transceiver/conftest.py"""
@@ -670,3 +671,135 @@ def test_every_slice_is_checked(push: Wire, early: SimpleNamespace, damaged: int
     else:
         assert [failure.code for failure in poll.failed] == ["checksum_mismatch"]
     early.over(push)
+
+
+# Ends while slices are on their way.
+
+
+def no_room(*_: Any) -> None:
+    raise WorkerBusyError("1024 jobs wait already")
+
+
+def test_a_receiver_is_told_of_a_failure_when_nothing_is_written_any_more(
+    push: Wire, early: SimpleNamespace, leases: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """§6.1: told that its transfer has failed, a receiver reuses its pages; an earlier slice is being written then."""
+    early.promise(push)
+    early.claim(push)
+    push.pump()
+
+    def during() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(push.context.workers, "submit", no_room)
+            early.send(push, 2, BLOCKS, AUX)
+        push.deliver_to_generation()
+        assert push.receiver.poll(0).failed == []
+        assert leases["generation"][0].released == 0
+
+    push.context_plane.during = during
+    early.send(push, 0, 2)
+    push.pump()
+    assert moves(push) == [], "the slice that was being written ended early"
+    [failure] = push.receiver.poll(0).failed
+    assert "too many transfers to this receiver" in failure.message
+    early.over(push)
+
+
+def test_a_slice_that_cannot_be_sent_ends_the_transfer_after_those_before_it(
+    push: Wire, early: SimpleNamespace, leases: dict[str, list[Any]]
+) -> None:
+    early.promise(push)
+    early.claim(push)
+    push.pump()
+
+    def during() -> None:
+        lease = leases["make"](PAGES[:3])
+        leases["context"].append(lease)
+        assert push.sender.early.send(7, lease, [BlockSpan(2, BLOCKS)], AUX)
+        push.deliver_to_generation()
+        assert push.receiver.poll(0).failed == []
+
+    push.context_plane.during = during
+    early.send(push, 0, 2)
+    push.pump()
+    [failure] = push.receiver.poll(0).failed
+    assert "block 3 is wanted" in failure.message
+    assert [failed.code for failed in push.sender.poll(0).failed] == ["pages_mismatch"]
+    early.over(push)
+
+
+def test_a_claim_that_comes_twice_is_served_once(wire: Wire, early: SimpleNamespace) -> None:
+    early.claim(wire)
+    [request] = wire.to_context
+    for _ in range(2):  # before the context request has come, and after
+        wire.sender.on_request(wire.ROUTE, request)
+    early.promise(wire)
+    wire.pump()
+    early.send(wire, 0, BLOCKS, AUX)
+    wire.pump()
+    assert wire.sender.table.counters.refused == 0
+    assert wire.sender.table.counters.dropped == 2
+    assert wire.receiver.poll(0).completed == [7]
+    early.over(wire)
+
+
+def test_a_receiver_that_says_done_before_the_prompt_is_there_is_not_believed(
+    push: Wire, early: SimpleNamespace
+) -> None:
+    early.promise(push)
+    early.claim(push)
+    push.pump()
+    early.send(push, 0, 2)
+    push.pump()
+    number = next(iter(push.receiver.table.open.values())).session
+    push.sender.on_ack(push.ROUTE, ResultAck(transfer_id=7, session=number, status="done"))
+    assert push.sender.poll(0).completed == []
+    assert push.sender.table.counters.dropped == 1
+    early.send(push, 2, BLOCKS, AUX)
+    push.pump()
+    assert push.sender.poll(0).completed == [7]
+    early.over(push)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "is_last", "says"),
+    [
+        ((3, 4), True, "blocks 2 to 3 of layer group 0 have not come"),
+        ((2, 3), True, "ends at block 3 of 4"),
+        ((3, 4), False, "blocks 2 to 3 of layer group 0 have not come"),
+        ((2, 5), False, "said to be blocks 2 to 5 of 4"),
+        ((3, 2), False, "said to be blocks 3 to 2 of 4"),
+        ((-1, 4), True, "said to be blocks -1 to 4 of 4"),
+        ((1 << 63, 1 << 63), False, "of 4"),
+    ],
+)
+def test_slices_that_leave_a_gap_are_not_a_prompt(
+    push: Wire, early: SimpleNamespace, blocks: tuple[int, int], is_last: bool, says: str
+) -> None:
+    early.promise(push)
+    early.claim(push)
+    push.pump()
+    early.send(push, 0, 2)
+    push.pump()
+    early.send(push, 2, BLOCKS, AUX)
+    push.context.workers.run()
+    [answer] = push.to_generation
+    aux = AUX if is_last else None
+    push.to_generation[0] = msgspec.structs.replace(answer, slice_blocks=blocks, is_last=is_last, aux=aux)
+    push.pump()
+    [failure] = push.receiver.poll(0).failed
+    assert says in failure.message
+    early.over(push)
+
+
+def test_no_part_of_a_prompt_is_granted(pull: Wire, early: SimpleNamespace) -> None:
+    early.promise(pull)
+    early.claim(pull)
+    pull.pump()
+    early.send(pull, 0, BLOCKS, AUX)
+    pull.context.workers.run()
+    [answer] = pull.to_generation
+    pull.to_generation[0] = msgspec.structs.replace(answer, is_last=False, aux=None)
+    pull.pump()
+    assert "a part of the prompt is granted" in pull.receiver.poll(0).failed[0].message
+    early.over(pull)

@@ -46,3 +46,20 @@ def test_a_stuck_peer_has_a_bounded_queue() -> None:
     workers.close(10)
     with pytest.raises(WorkerBusyError, match="shutting down"):
         workers.submit("a", lambda: None)
+
+
+def test_a_worker_that_starts_anew_waits_for_the_one_that_was_retired() -> None:
+    """Else the last job of a link, which lets go of its peer's memory, would undo the attaching of the next link."""
+    workers = PeerWorkers("test")
+    held, attached, done = threading.Event(), [], threading.Event()
+    workers.submit("a", lambda: (held.wait(10), attached.append("old")))  # type: ignore[func-returns-value, arg-type]
+    workers.retire("a", lambda: attached.append("detached"))
+    workers.submit("a", lambda: attached.append("new"))
+    workers.retire("a", lambda: attached.append("detached"))
+    workers.retire("a", lambda: attached.append("detached"))
+    workers.submit("a", lambda: (attached.append("newest"), done.set()))  # type: ignore[func-returns-value, arg-type]
+    assert attached == []
+    held.set()
+    assert done.wait(10)
+    assert attached == ["old", "detached", "new", "detached", "detached", "newest"]
+    workers.close(10)
