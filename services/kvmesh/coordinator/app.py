@@ -1,19 +1,19 @@
-"""The coordinator's HTTP faces: members and their watch, the transfer ledger, TensorRT-LLM's storage."""
+"""The coordinator as a service: members and their watch over HTTP, beside the faces of ledger and storage."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import get_args
 from urllib.parse import urlsplit
 
 import anyio
-import msgspec
 from aiohttp import web
 from anyio.abc import TaskGroup
 
 from kvmesh.coordinator.cluster import WORKERS_PREFIX, MinimalInstances, cluster_info
 from kvmesh.coordinator.etcd import EtcdClient
-from kvmesh.coordinator.ledger import LedgerQuery, TransferLedger
+from kvmesh.coordinator.ledger import TransferLedger
+from kvmesh.coordinator.ledger_faces import LedgerFaces
+from kvmesh.coordinator.queries import float_query, int_query
 from kvmesh.coordinator.registry import EpochsUsedUpError, FencedError, MemberRegistry, UnknownMemberError
 from kvmesh.coordinator.state import CoordinatorState
 from kvmesh.coordinator.storage import MemoryStore
@@ -24,15 +24,12 @@ from kvmesh.net.http import OPEN_PATHS, Handler, json_response, read_json
 from kvmesh.net.service import Health, Service
 from kvmesh.protocol.errors import ApiError, bad_request, unavailable
 from kvmesh.protocol.members import Heartbeat, Life, MemberEvent, Registration, WatchReply
-from kvmesh.protocol.transfer import LedgerEvent, TransferState
 from kvmesh.telemetry import get_logger
 
 __all__ = ["CoordinatorService"]
 
 MAX_WATCH_S = 60.0
 """Bound of one long poll."""
-
-MAX_LISTED_TRANSFERS = 1000
 
 SWEEP_FRACTION = 0.1
 """Of a lease: how late, at most, a death is noticed."""
@@ -99,10 +96,8 @@ class CoordinatorService(Service):
         self.app.router.add_post("/members/{instance_id}/heartbeat", self._heartbeat)
         self.app.router.add_post("/members/{instance_id}/met", self._met)
         self.app.router.add_delete("/members/{instance_id}", self._deregister)
-        self.app.router.add_post("/transfers", self._record)
-        self.app.router.add_get("/transfers", self._transfers)
-        self.app.router.add_get("/transfers/{transfer_id}", self._transfer)
         self.app.router.add_get("/cluster_info", self._cluster_info)
+        LedgerFaces(ledger, stored=self._stored).add_routes(self.app.router)
         StorageFaces(store, active=self._is_active, stored=self._stored).add_routes(self.app.router)
         self.metrics.collect_statistics("kvmesh_coordinator", self.statistics)
 
@@ -208,7 +203,7 @@ class CoordinatorService(Service):
 
     async def _deregister(self, request: web.Request) -> web.Response:
         instance_id = request.match_info["instance_id"]
-        if not self._registry.deregister(instance_id, _int_query(request, "epoch", 0)):
+        if not self._registry.deregister(instance_id, int_query(request, "epoch", 0)):
             raise ApiError(404, f"No member {instance_id} with this epoch.", code="unknown_member")
         _log.info("member left", instance_id=instance_id)
         await self._stored()
@@ -219,8 +214,8 @@ class CoordinatorService(Service):
 
     async def _watch(self, request: web.Request) -> web.Response:
         incarnation = request.query.get("incarnation", "")
-        revision = _int_query(request, "revision", 0)
-        timeout_s = min(_float_query(request, "timeout_s", MAX_WATCH_S), MAX_WATCH_S)
+        revision = int_query(request, "revision", 0)
+        timeout_s = min(float_query(request, "timeout_s", MAX_WATCH_S), MAX_WATCH_S)
         self._watchers += 1
         try:
             reply = self._changes(incarnation, revision)
@@ -235,30 +230,6 @@ class CoordinatorService(Service):
 
     def _changes(self, incarnation: str, revision: int) -> WatchReply:
         return self._registry.changes(incarnation, revision)
-
-    async def _record(self, request: web.Request) -> web.Response:
-        self._ledger.record(await read_json(request, list[LedgerEvent]))
-        await self._stored()
-        return json_response({})
-
-    async def _transfers(self, request: web.Request) -> web.Response:
-        wanted = LedgerQuery(
-            state=_state_query(request),
-            open=_is_set(request, "open"),
-            stuck=_is_set(request, "stuck"),
-            instance=request.query.get("instance"),
-            request=request.query.get("request"),
-            older_than_ms=round(1e3 * _float_query(request, "older_than_s", 0.0)),
-        )
-        limit = min(_int_query(request, "limit", 100), MAX_LISTED_TRANSFERS)
-        return json_response(self._ledger.query(wanted, limit=limit))
-
-    async def _transfer(self, request: web.Request) -> web.Response:
-        text = request.match_info["transfer_id"]
-        record = self._ledger.get(int(text)) if text.isascii() and text.isdigit() and len(text) <= 20 else None
-        if record is None:
-            raise ApiError(404, f"The ledger knows no transfer {text}; it keeps the latest ones.", code="not_found")
-        return json_response(record)
 
     async def _cluster_info(self, _request: web.Request) -> web.Response:
         records = await self._store.get_prefix(WORKERS_PREFIX)
@@ -297,37 +268,3 @@ def _is_http(url: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # brackets that do not match, or a port that is none
         return False
-
-
-def _state_query(request: web.Request) -> TransferState | None:
-    text = request.query.get("state")
-    if text is None:
-        return None
-    try:
-        state: TransferState = msgspec.convert(text, TransferState)
-    except msgspec.ValidationError:
-        raise bad_request(f"state must be one of {', '.join(get_args(TransferState))}.", param="state") from None
-    return state
-
-
-def _is_set(request: web.Request, name: str) -> bool:
-    return request.query.get(name, "").lower() in {"1", "true", "yes"}
-
-
-def _int_query(request: web.Request, name: str, default: int) -> int:
-    text = request.query.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) < 20):
-        raise bad_request(f"{name} must be a non-negative integer.", param=name)
-    return int(text)
-
-
-def _float_query(request: web.Request, name: str, default: float) -> float:
-    try:
-        value = float(request.query.get(name, default))
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise bad_request(f"{name} must be a non-negative number of seconds.", param=name)
-    return value

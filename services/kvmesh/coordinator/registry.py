@@ -9,13 +9,15 @@ Epochs that the coordinator chooses are milliseconds since 1970, so that they gr
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
+from kvmesh.coordinator.history import DEFAULT_SIZE, MemberHistory
+from kvmesh.coordinator.past import Past
 from kvmesh.net.clock import Clock
 from kvmesh.protocol.members import (
     MAX_EPOCH,
@@ -27,10 +29,7 @@ from kvmesh.protocol.members import (
     WatchReply,
 )
 
-__all__ = ["EpochsUsedUpError", "FencedError", "MemberRegistry", "Past", "UnknownMemberError"]
-
-DEFAULT_HISTORY = 4096
-"""Changes kept for watchers; one that falls further behind gets the whole membership instead."""
+__all__ = ["EpochsUsedUpError", "FencedError", "MemberRegistry", "UnknownMemberError"]
 
 SILENT_FRACTION = 0.5
 """Of a lease: members are heard three times a lease, so that of several one must be heard within this."""
@@ -49,28 +48,6 @@ class FencedError(Exception):
 
 class EpochsUsedUpError(ValueError):
     """A life of this instance id has taken the highest epoch that there is: no other can follow it."""
-
-
-class Past(NamedTuple):
-    """Which lives of one instance id are over."""
-
-    dead: int = 0
-    """The latest life that is known to have ended, and with it every earlier one."""
-    floor: int = 0
-    """A life that somebody has met: every earlier one is over. It may itself still live."""
-
-    def merged(self, other: Past) -> Past:
-        """What both know."""
-        return Past(max(self.dead, other.dead), max(self.floor, other.floor))
-
-    def permits(self, epoch: int) -> bool:
-        """Whether the life with this epoch may be alive."""
-        return epoch > self.dead and epoch >= self.floor
-
-    @property
-    def latest(self) -> int:
-        """The latest life that anybody knows of."""
-        return max(self.dead, self.floor)
 
 
 _NO_PAST = Past()
@@ -92,7 +69,7 @@ class MemberRegistry:
         history: how many changes are kept for watchers.
     """
 
-    def __init__(self, clock: Clock, *, lease_s: float, incarnation: str, history: int = DEFAULT_HISTORY) -> None:
+    def __init__(self, clock: Clock, *, lease_s: float, incarnation: str, history: int = DEFAULT_SIZE) -> None:
         self.incarnation = incarnation
         self.lease_s = lease_s
         self.revision = 0
@@ -105,7 +82,7 @@ class MemberRegistry:
         self._is_cut_off = False
         self._entries: dict[str, _Entry] = {}
         self._pasts: OrderedDict[str, Past] = OrderedDict()
-        self._history: deque[MemberEvent] = deque(maxlen=history)
+        self._history = MemberHistory(history)
         self._counts = {"joined": 0, "left": 0, "dead": 0, "fenced": 0}
 
     def register(self, member: Member) -> RegistrationReply:
@@ -256,21 +233,14 @@ class MemberRegistry:
         )
 
     def changes(self, incarnation: str, revision: int) -> WatchReply:
-        """What changed after ``revision``: all of it, or the whole membership when that cannot be told.
-
-        Superseded ``updated`` events are left out: only the last one of each member in a row of them counts.
-        """
+        """What changed after ``revision``: all that still counts, or the whole membership when that cannot be told."""
         reply = WatchReply(revision=self.revision, incarnation=self.incarnation, grace_s=self.grace_s)
-        oldest = self._history[0].revision if self._history else self.revision + 1
-        if incarnation != self.incarnation or not oldest - 1 <= revision <= self.revision:
+        events = self._history.between(revision, self.revision) if incarnation == self.incarnation else None
+        if events is None:
             reply.reset = True
             reply.members = self.members().members
-            return reply
-        for event in reversed(self._history):
-            if event.revision <= revision:
-                break
-            reply.events.append(event)
-        reply.events = _without_superseded(reply.events)
+        else:
+            reply.events = events
         return reply
 
     @property
@@ -334,20 +304,3 @@ class MemberRegistry:
 
 def _ignored(_what: object) -> None:
     """Nobody wants to know."""
-
-
-def _without_superseded(newest_first: list[MemberEvent]) -> list[MemberEvent]:
-    """In order of revision, without updates that a later update of the same member overrides."""
-    kept: list[MemberEvent] = []
-    updated_later: set[str] = set()
-    for event in newest_first:
-        instance_id = event.member.instance_id
-        if event.kind == "updated":
-            if instance_id in updated_later:
-                continue
-            updated_later.add(instance_id)
-        else:
-            updated_later.discard(instance_id)
-        kept.append(event)
-    kept.reverse()
-    return kept

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import msgspec
 
 from kvmesh.coordinator.ledger import TransferLedger
-from kvmesh.coordinator.registry import MemberRegistry, Past
+from kvmesh.coordinator.past import Past
+from kvmesh.coordinator.registry import MemberRegistry
 from kvmesh.coordinator.storage import MemoryStore, StoredItem
 from kvmesh.protocol.members import Load, Member
 from kvmesh.protocol.transfer import TransferRecord

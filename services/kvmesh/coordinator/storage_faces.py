@@ -13,6 +13,7 @@ import anyio
 import msgspec
 from aiohttp import web
 
+from kvmesh.coordinator.queries import is_set
 from kvmesh.coordinator.storage import NO_TTL, MemoryStore, StoreFullError
 from kvmesh.net.http import json_response, read_json
 from kvmesh.protocol.errors import ApiError, bad_request
@@ -91,7 +92,7 @@ class StorageFaces:
         return _result(deleted)
 
     async def _get_prefix(self, request: web.Request) -> web.Response:
-        keys_only = request.query.get("keys_only", "").lower() in {"1", "true", "yes"}
+        keys_only = is_set(request, "keys_only")
         return _result(await self._store.get_prefix(_query(request, "key_prefix"), keys_only=keys_only))
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.coordinator.registry import FencedError, MemberRegistry, Past, UnknownMemberError
+from kvmesh.coordinator.past import Past
+from kvmesh.coordinator.registry import FencedError, MemberRegistry, UnknownMemberError
 from kvmesh.net.clock import ManualClock
 from kvmesh.protocol.members import Heartbeat, Load, Member, MemberEvent
 
