@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,24 +35,38 @@ def golden() -> list[dict[str, Any]]:
     return items
 
 
-@pytest.fixture(scope="module")
-def make_mesh() -> Iterator[Callable[..., Mesh]]:
-    """Starts meshes that end with the module: ``make_mesh(workers, coordinator=..., env={...})``."""
-    meshes: list[Mesh] = []
+@contextmanager
+def meshes() -> Iterator[Callable[..., Mesh]]:
+    """Starts meshes that end with the block: ``make_mesh(workers, coordinator=..., env={...})``."""
+    started: list[Mesh] = []
 
     def make(workers: dict[str, dict[str, Any]], *, env: dict[str, str] | None = None, **options: Any) -> Mesh:
         mesh = Mesh(**(env or {}))
-        meshes.append(mesh)
+        started.append(mesh)
         return mesh.start(workers, **options)
 
     yield make
     errors = []
-    for mesh in meshes:
+    for mesh in started:
         try:
             mesh.stop()
         except AssertionError as error:
             errors.append(str(error))
     assert not errors, "\n".join(errors)
+
+
+@pytest.fixture(scope="module")
+def make_mesh() -> Iterator[Callable[..., Mesh]]:
+    """Meshes that tests of a module share: they take memory, and some processor time, until the module is over."""
+    with meshes() as make:
+        yield make
+
+
+@pytest.fixture
+def make_brief_mesh() -> Iterator[Callable[..., Mesh]]:
+    """Meshes of one test, which end with it."""
+    with meshes() as make:
+        yield make
 
 
 @pytest.fixture(scope="module")

@@ -54,11 +54,11 @@ def disabled(mesh: Mesh, worker: str) -> list[str]:
     return [line["reason"] for line in lines if line.get("event", "").startswith("cache tier disabled")]
 
 
-def test_tiers_end_to_end(mesh: Mesh, make_mesh: Callable[..., Mesh], tmp_path: Path) -> None:
+def test_tiers_end_to_end(mesh: Mesh, make_brief_mesh: Callable[..., Mesh], tmp_path: Path) -> None:
     directories = {name: tmp_path / name for name in ("context", "generation")}
     for directory in directories.values():
         directory.mkdir()
-    spilling = make_mesh(
+    spilling = make_brief_mesh(
         {
             name: {"kv_cache_config": {**SIZES, "disk_cache_path": str(directory)}}
             for name, directory in directories.items()

@@ -111,9 +111,11 @@ def totals(mesh: Mesh, key: str) -> int:
 
 
 @pytest.mark.parametrize("backend", ["DEFAULT", "NIXL"])
-async def test_cancel_storm(make_mesh: Callable[..., Mesh], backend: str) -> None:
+async def test_cancel_storm(make_brief_mesh: Callable[..., Mesh], backend: str) -> None:
     settings = {"cache_transceiver_config": {"backend": backend}}
-    mesh = make_mesh({"context": dict(settings), "generation": dict(settings)}, env={"KVMESH_FAULTS": SLOW_TRANSFERS})
+    mesh = make_brief_mesh(
+        {"context": dict(settings), "generation": dict(settings)}, env={"KVMESH_FAULTS": SLOW_TRANSFERS}
+    )
     choose = random.Random(7)
     probe_s(mesh, choose)
     idle_s = statistics.median(probe_s(mesh, choose) for _ in range(PROBES))

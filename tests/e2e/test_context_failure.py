@@ -29,13 +29,13 @@ ids = itertools.count(5000)
 
 
 @pytest.fixture
-def mesh(make_mesh: Callable[..., Mesh]) -> Mesh:
+def mesh(make_brief_mesh: Callable[..., Mesh]) -> Mesh:
     worker: dict[str, Any] = {
         "cache_transceiver_config": {"backend": "DEFAULT", "kv_transfer_timeout_ms": 600_000},
         "request_timeout_s": 600.0,
     }
     # Small steps make the prompt last.
-    return make_mesh({"context": {**worker, "max_num_tokens": 16}, "generation": dict(worker)})
+    return make_brief_mesh({"context": {**worker, "max_num_tokens": 16}, "generation": dict(worker)})
 
 
 class Legs:

@@ -108,9 +108,11 @@ def waits_for(process: Process) -> list[dict[str, Any]]:
     return [line for line in process.lines() if "waits_for" in line]
 
 
-def test_a_context_server_waits_until_its_prompts_are_read_and_says_for_whom(make_mesh: Callable[..., Mesh]) -> None:
+def test_a_context_server_waits_until_its_prompts_are_read_and_says_for_whom(
+    make_brief_mesh: Callable[..., Mesh],
+) -> None:
     worker = {"cache_transceiver_config": TRANSFER, "drain_s": 25.0}
-    mesh = make_mesh({"context": dict(worker), "generation": dict(worker)})
+    mesh = make_brief_mesh({"context": dict(worker), "generation": dict(worker)})
     context = mesh["context"]
     handed = [context_leg(mesh, transfer_id) for transfer_id in (71, 72)]
     until(lambda: context.metrics()["kvmesh_worker_legs_unread"] == 2, "its front knows of both")
@@ -137,9 +139,9 @@ def test_a_context_server_waits_until_its_prompts_are_read_and_says_for_whom(mak
     assert "drained: every prompt was read" in [line["event"] for line in context.lines()]
 
 
-def test_the_wait_for_readers_is_bounded(make_mesh: Callable[..., Mesh]) -> None:
+def test_the_wait_for_readers_is_bounded(make_brief_mesh: Callable[..., Mesh]) -> None:
     worker = {"cache_transceiver_config": TRANSFER}
-    mesh = make_mesh({"context": {**worker, "drain_s": 1.5}, "generation": dict(worker)})
+    mesh = make_brief_mesh({"context": {**worker, "drain_s": 1.5}, "generation": dict(worker)})
     context = mesh["context"]
     handed = context_leg(mesh, 81)
     until(lambda: context.metrics()["kvmesh_worker_legs_unread"] == 1, "its front knows of it")

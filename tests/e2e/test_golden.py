@@ -19,6 +19,9 @@ Make = Callable[..., Any]
 Items = list[dict[str, Any]]
 GENERATED = 64
 GENERATION_FIRST = {"schedule_style": "generation_first"}
+BUFFER_TOKENS = 64
+"""Less than the longest prompt: it goes in pieces."""
+NIXL = {"cache_transceiver_config": {"backend": "NIXL"}}
 
 
 def ask(mesh: Mesh, prompt: str | list[int], *, stream: bool) -> tuple[list[int], list[int]]:
@@ -65,21 +68,31 @@ def test_default_backend(mesh: Mesh, golden: Items, stream: bool) -> None:
     assert mesh["generation"].stats()["transfers_completed_total"] == before + len(golden)
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_nixl_backend(nixl_mesh: Mesh, golden: Items, stream: bool) -> None:
-    assert nixl_mesh["generation"].get("/server_info")["transfer_backend"] == "NIXL"
-    check(nixl_mesh, golden, stream=stream)
+def test_tcp(make_brief_mesh: Make, golden: Items) -> None:
+    """The built-in plane as it is between hosts."""
+    mesh = make_brief_mesh({"context": {"transfer_plane": "tcp"}, "generation": {"transfer_plane": "tcp"}})
+    check(mesh, golden, stream=False)
+    stats = mesh["generation"].stats()
+    assert stats["transfers_completed_total"] == len(golden)
+    assert stats["transfer_bytes_total"] > 0
+
+
+def test_nixl_backend(make_brief_mesh: Make, golden: Items) -> None:
+    mesh = make_brief_mesh({"context": NIXL, "generation": NIXL})
+    assert mesh["generation"].get("/server_info")["transfer_backend"] == "NIXL"
+    check(mesh, golden, stream=False)
+    check(mesh, golden, stream=True)
 
 
 @pytest.mark.parametrize(
     ("backend", "fields"),
-    [("DEFAULT", {"max_tokens_in_buffer": 64, "kv_transfer_timeout_ms": None}), ("NIXL", {})],
+    [("DEFAULT", {"max_tokens_in_buffer": BUFFER_TOKENS, "kv_transfer_timeout_ms": None}), ("NIXL", {})],
     ids=["BUILTIN", "NIXL"],
 )
-def test_staging_buffers(make_mesh: Make, golden: Items, backend: str, fields: dict[str, Any]) -> None:
+def test_staging_buffers(make_brief_mesh: Make, golden: Items, backend: str, fields: dict[str, Any]) -> None:
     """§2b: the CPP runtime; with a buffer of two pages, and without any deadline."""
     transfers = {"cache_transceiver_config": {"backend": backend, "transceiver_runtime": "CPP", **fields}}
-    mesh = make_mesh({"context": transfers, "generation": transfers})
+    mesh = make_brief_mesh({"context": transfers, "generation": transfers})
     backend = "BUILTIN" if backend == "DEFAULT" else backend
     assert mesh["generation"].get("/server_info")["transfer_backend"] == f"CPP/{backend}"
     check(mesh, golden, stream=False)
@@ -89,12 +102,12 @@ def test_staging_buffers(make_mesh: Make, golden: Items, backend: str, fields: d
 
 
 @pytest.mark.parametrize("backend", ["DEFAULT", "NIXL"])
-def test_bounce(make_mesh: Make, monkeypatch: pytest.MonkeyPatch, golden: Items, backend: str) -> None:
+def test_bounce(make_brief_mesh: Make, monkeypatch: pytest.MonkeyPatch, golden: Items, backend: str) -> None:
     """§6.6: with gates that let everything through."""
     monkeypatch.setenv("TRTLLM_KV_CACHE_BOUNCE_MIN_BLOCKS", "1")
     monkeypatch.setenv("TRTLLM_KV_CACHE_BOUNCE_MIN_BYTES", "1")
     transfers = {"cache_transceiver_config": {"backend": backend, "kv_cache_bounce_size_mb": 64}}
-    mesh = make_mesh({"context": transfers, "generation": transfers})
+    mesh = make_brief_mesh({"context": transfers, "generation": transfers})
     check(mesh, golden, stream=False)
     sent, received = mesh["context"].stats(), mesh["generation"].stats()
     assert received["transfers_completed_total"] == sent["bounce_transfers_total"] == len(golden)
@@ -102,53 +115,37 @@ def test_bounce(make_mesh: Make, monkeypatch: pytest.MonkeyPatch, golden: Items,
 
 
 @pytest.mark.parametrize("backend", ["UCX", "MOONCAKE", "MPI"])
-def test_optional_backends(make_mesh: Make, golden: Items, backend: str) -> None:
+def test_optional_backends(make_brief_mesh: Make, golden: Items, backend: str) -> None:
     """§2b: ``auto`` falls back to the CPP runtime, the only one that these have."""
     if (reason := why_not(backend.lower())) is not None:
         pytest.skip(reason)
-    transfers = {"cache_transceiver_config": {"backend": backend, "transceiver_runtime": "auto"}}
-    mesh = make_mesh({"context": transfers, "generation": transfers})
+    fields = {"backend": backend, "transceiver_runtime": "auto", "max_tokens_in_buffer": BUFFER_TOKENS}
+    transfers = {"cache_transceiver_config": fields}
+    mesh = make_brief_mesh({"context": transfers, "generation": transfers})
     assert mesh["generation"].get("/server_info")["transfer_backend"] == f"CPP/{backend}"
     check(mesh, golden, stream=False)
     assert mesh["generation"].stats()["transfers_completed_total"] == len(golden)
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_generation_first(generation_first_mesh: Mesh, golden: Items, stream: bool) -> None:
-    check(generation_first_mesh, golden, stream=stream)
-    assert generation_first_mesh["router"].metrics()["kvmesh_router_sequences_generation_first_total"] > 0
+def test_generation_first(make_brief_mesh: Make, golden: Items) -> None:
+    mesh = make_brief_mesh({"context": {}, "generation": {}}, router=GENERATION_FIRST)
+    check(mesh, golden, stream=False)
+    check(mesh, golden, stream=True)
+    assert mesh["router"].metrics()["kvmesh_router_sequences_generation_first_total"] == 2 * len(golden)
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_pipelined(pipelined_mesh: Mesh, golden: Items, stream: bool) -> None:
-    assert pipelined_mesh["context"].get("/server_info")["transfer_backend"] == "NIXL"
-    check(pipelined_mesh, golden, stream=stream)
+def test_pipelined(make_brief_mesh: Make, golden: Items) -> None:
+    transfers = {"backend": "NIXL", "transceiver_runtime": "PYTHON"}
+    context = {"cache_transceiver_config": {**transfers, "enable_pipelined_transfer": True}, "max_num_tokens": 32}
+    generation = {"cache_transceiver_config": transfers}
+    mesh = make_brief_mesh({"context": context, "generation": generation}, router=GENERATION_FIRST)
+    assert mesh["context"].get("/server_info")["transfer_backend"] == "NIXL"
+    check(mesh, golden, stream=False)
+    check(mesh, golden, stream=True)
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_aggregated(aggregated_mesh: Mesh, golden: Items, stream: bool) -> None:
-    check(aggregated_mesh, golden, stream=stream)
-    assert aggregated_mesh["worker"].stats()["transfers_started_total"] == 0
-
-
-@pytest.fixture(scope="module")
-def nixl_mesh(make_mesh: Make) -> Any:
-    nixl = {"cache_transceiver_config": {"backend": "NIXL"}}
-    return make_mesh({"context": nixl, "generation": nixl})
-
-
-@pytest.fixture(scope="module")
-def generation_first_mesh(make_mesh: Make) -> Any:
-    return make_mesh({"context": {}, "generation": {}}, router=GENERATION_FIRST)
-
-
-@pytest.fixture(scope="module")
-def pipelined_mesh(make_mesh: Make) -> Any:
-    nixl = {"backend": "NIXL", "transceiver_runtime": "PYTHON"}
-    context = {"cache_transceiver_config": {**nixl, "enable_pipelined_transfer": True}, "max_num_tokens": 32}
-    return make_mesh({"context": context, "generation": {"cache_transceiver_config": nixl}}, router=GENERATION_FIRST)
-
-
-@pytest.fixture(scope="module")
-def aggregated_mesh(make_mesh: Make) -> Any:
-    return make_mesh({"worker": {}})
+def test_aggregated(make_brief_mesh: Make, golden: Items) -> None:
+    mesh = make_brief_mesh({"worker": {}})
+    check(mesh, golden, stream=False)
+    check(mesh, golden, stream=True)
+    assert mesh["worker"].stats()["transfers_started_total"] == 0

@@ -24,8 +24,8 @@ LEASE_S = 3.0
 
 
 @pytest.fixture
-def mesh(make_mesh: Callable[..., Mesh]) -> Mesh:
-    return make_mesh({"context": {}, "generation": {}}, coordinator={"lease_s": LEASE_S})
+def mesh(make_brief_mesh: Callable[..., Mesh]) -> Mesh:
+    return make_brief_mesh({"context": {}, "generation": {}}, coordinator={"lease_s": LEASE_S})
 
 
 def ask(mesh: Mesh) -> int:

@@ -105,14 +105,14 @@ def within(inner: list[Span], outer: Span) -> None:
 
 
 @pytest.mark.parametrize("backend", ["DEFAULT", "NIXL"])
-def test_one_trace_a_request(collector: Collector, make_mesh: Callable[..., Mesh], backend: str) -> None:
+def test_one_trace_a_request(collector: Collector, make_brief_mesh: Callable[..., Mesh], backend: str) -> None:
     collector.spans.clear()
     to = {
         "otlp_endpoint": collector.url,
         "cache_transceiver_config": {"backend": backend},
         "kv_cache_config": {"max_attention_window": WINDOWS},
     }
-    mesh = make_mesh(
+    mesh = make_brief_mesh(
         {"context": {**to, "max_num_tokens": CHUNK_TOKENS}, "generation": dict(to)},
         router={"otlp_endpoint": collector.url},
         env={"OTEL_BSP_SCHEDULE_DELAY": "200"},

@@ -20,14 +20,16 @@ SLACK_S = 15.0
 """What a busy machine needs for the computing itself."""
 
 
-def test_a_generation_server_that_never_fetches_does_not_starve_the_others(make_mesh: Callable[..., Mesh]) -> None:
+def test_a_generation_server_that_never_fetches_does_not_starve_the_others(
+    make_brief_mesh: Callable[..., Mesh],
+) -> None:
     settings = {
         "cache_transceiver_config": {"backend": "DEFAULT", "kv_transfer_timeout_ms": round(TIMEOUT_S * 1000)},
         "kv_cache_config": {"host_cache_size": 0},
         "device_memory_bytes": 128 << 20,
         "max_unread_share": SHARE,
     }
-    mesh = make_mesh({"context": dict(settings), "generation": dict(settings)})
+    mesh = make_brief_mesh({"context": dict(settings), "generation": dict(settings)})
     total = mesh["context"].stats()["pages_total"]
     began_s = time.monotonic()
     for transfer_id in range(1, 2 + int(SHARE * total) // PROMPT_PAGES):
