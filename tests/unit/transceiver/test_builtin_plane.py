@@ -16,6 +16,7 @@ from kvmesh.cache.device import CpuDevice, DeviceBuffer
 from kvmesh.net.faults import injected
 from kvmesh.transceiver.integrity import PageChecksums, checksum_difference
 from kvmesh.transceiver.planes.base import MoveControl, MoveJob, MoveStoppedError, Part, PlaneError
+from kvmesh.transceiver.planes import builtin_tcp
 from kvmesh.transceiver.planes.builtin import QUICK_BYTES, BuiltinPlane
 from kvmesh.transceiver.planes.builtin_memfd import MemfdDescriptor
 from kvmesh.transceiver.types import PeerKey, PoolMemory
@@ -194,6 +195,12 @@ def test_memory_is_preferred_and_tcp_is_taken_when_it_cannot_be_opened(make_end:
         ((0, 0, 2), 2**22 + 1, "cannot open the peer's memory"),
         ((0, 1, 0, 2), 1, "it runs in another process id namespace"),
         ((0, 1, 0, 4), 1000, "are described"),
+        ((0, 1, 0, 4), 0, "are no pool"),
+        ((0, 1, 0, 5), -1, "are no pool"),
+        ((0, 1, 0, 3), -4096, "are no pool"),
+        ((0, 1, 0, 3), 1 << 62, "are described"),
+        ((0, 1, 0, 0), 1 << 40, "cannot open"),
+        ((0, 2), None, "not granted to readers"),
     ],
 )
 def test_memory_that_is_not_what_was_described_is_not_mapped(
@@ -268,6 +275,54 @@ def test_pieces_outside_the_owners_pages_are_not_read(make_end: Callable[..., En
         receiver.plane.move(OWNER, MoveJob(transfer_id=7, session=1, parts=[part]))
 
 
+@pytest.mark.parametrize("way", ["memfd", "tcp"])
+def test_pages_that_were_taken_back_while_they_were_read_are_not_received(
+    make_end: Callable[..., End], way: str
+) -> None:
+    """§6.1: a reader that stood still was taken for dead; what it goes on to copy is another request's."""
+    owner, receiver = make_end(seed=1), make_end(way, seed=2)
+    receiver.plane.attach(OWNER, owner.plane.describe(), "receiver")
+
+    def take_back() -> None:
+        owner.plane.revoke(7, 1)
+        owner.pages[0][:] = 0
+
+    point = "transceiver.during_transfer" if way == "memfd" else "transceiver.during_send"
+    with injected(point, take_back), pytest.raises(PlaneError, match=r"taken its pages back|closed the connection"):
+        receiver.plane.move(OWNER, job(owner, LOCAL, REMOTE))
+    receiver.plane.move(OWNER, job(owner, LOCAL, REMOTE))
+
+
+def test_a_stream_whose_last_bytes_were_taken_back_is_not_received(make_end: Callable[..., End]) -> None:
+    """The grant ends after the last look at it, and before the last page is sent."""
+    owner, receiver = make_end("tcp", seed=1), make_end("tcp", seed=2)
+    receiver.plane.attach(OWNER, owner.plane.describe(), "receiver")
+    granted = job(owner, [ids(1), ids(), ids()], [ids(8), ids(), ids()])
+    send = builtin_tcp._send
+
+    def sent(connection: Any, buffers: Any, control: MoveControl) -> None:
+        send(connection, buffers, control)
+        owner.plane.revoke(7, 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builtin_tcp, "_send", sent)
+        with pytest.raises(PlaneError, match="closed the connection"):
+            receiver.plane.move(OWNER, granted)
+
+
+def test_a_grant_that_is_used_again_is_another_one(make_end: Callable[..., End]) -> None:
+    owner, receiver = make_end(seed=1), make_end("memfd", seed=2)
+    receiver.plane.attach(OWNER, owner.plane.describe(), "receiver")
+    first = job(owner, LOCAL, REMOTE)
+    second = job(owner, LOCAL, REMOTE)
+    receiver.plane.move(OWNER, second)
+    with pytest.raises(PlaneError, match="taken its pages back"):
+        receiver.plane.move(OWNER, first)
+    for access, says in ((b"", "cannot be read"), (b"\xff" * 32, "is referred to")):
+        with pytest.raises(PlaneError, match=says):
+            receiver.plane.move(OWNER, job(owner, LOCAL, REMOTE, access=access))
+
+
 # TCP.
 
 
@@ -339,6 +394,6 @@ def test_garbage_on_the_data_port_harms_nobody(make_end: Callable[..., End]) -> 
     with socket.create_connection((host, port), 5) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: kvmesh\r\n\r\n" + b"x" * 8)
         connection.settimeout(5)
-        assert connection.recv(64)[:4] == b"KVP1"
+        assert connection.recv(64)[:4] == b"KVP2"
     receiver.plane.move(OWNER, job(owner, LOCAL, REMOTE))
     assert np.array_equal(receiver.pages[0][1], owner.pages[0][8])

@@ -13,7 +13,8 @@ import msgspec
 
 from kvmesh.transceiver.planes.base import MoveJob, Part, PlaneError, Side
 from kvmesh.transceiver.planes.builtin_memfd import MappedPools, MemfdDescriptor, describe_pools
-from kvmesh.transceiver.planes.builtin_tcp import PageClient, PageServer, PoolViews
+from kvmesh.transceiver.planes.builtin_tcp import KEY_BYTES, PageClient, PageServer, PoolViews
+from kvmesh.transceiver.planes.grant_words import GrantBoard
 from kvmesh.transceiver.types import PeerKey, PoolMemory
 
 __all__ = ["BuiltinPlane", "PlaneChoice"]
@@ -49,7 +50,8 @@ class BuiltinPlane:
             raise PlaneError("the built-in plane moves host memory; use cache_transceiver_config.backend NIXL on CUDA")
         self._pools = tuple(pools)
         self._choice = choice
-        self._memfd = describe_pools(pools) if choice != "tcp" else None
+        self._board = GrantBoard() if choice != "tcp" else None
+        self._memfd = None if self._board is None else describe_pools(pools, self._board)
         if choice == "memfd" and self._memfd is None:
             raise PlaneError("transfer_plane memfd needs pools backed by a memfd; use auto or tcp")
         self._server = PageServer(self._pools, bind_host=bind_host) if choice != "memfd" else None
@@ -92,10 +94,13 @@ class BuiltinPlane:
 
     def grant(self, transfer_id: int, session: int, parts: Sequence[Part]) -> bytes:
         """See :meth:`DataPlane.grant`."""
-        return self._server.grant(transfer_id, session, parts) if self._server is not None else b""
+        key = self._server.grant(transfer_id, session, parts) if self._server is not None else bytes(KEY_BYTES)
+        return key if self._board is None else key + self._board.grant(transfer_id, session)
 
     def revoke(self, transfer_id: int, session: int) -> None:
         """See :meth:`DataPlane.revoke`."""
+        if self._board is not None:
+            self._board.revoke(transfer_id, session)
         if self._server is not None:
             self._server.revoke(transfer_id, session)
 
@@ -126,6 +131,8 @@ class BuiltinPlane:
                 known.close()
         if self._server is not None:
             self._server.close()
+        if self._board is not None:
+            self._board.close()
 
     def _open(self, descriptor: bytes) -> MappedPools | PageClient:
         try:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from kvmesh.kernels import ops
 from kvmesh.transceiver.liveness import ProcessIdentity
 from kvmesh.transceiver.planes.base import MoveJob, PlaneError
+from kvmesh.transceiver.planes.grant_words import GRANT_BYTES, GrantBoard, check_grant
 from kvmesh.transceiver.planes.pieces import check_remote, piece_slices
 from kvmesh.transceiver.types import PoolMemory
 
@@ -44,19 +45,29 @@ class MemfdDescriptor(msgspec.Struct, frozen=True, array_like=True):
 
     process: ProcessIdentity
     pools: list[SharedPool]
+    grants: SharedPool | None = None
+    """The words of :mod:`kvmesh.transceiver.planes.grant_words`; None where nothing is granted."""
 
 
-def describe_pools(pools: Sequence[PoolMemory]) -> MemfdDescriptor | None:
-    """This process's pools for its peers; None when one of them is not backed by a file descriptor."""
+def describe_pools(pools: Sequence[PoolMemory], board: GrantBoard | None = None) -> MemfdDescriptor | None:
+    """This process's pools for its peers; None when one of them is not backed by a file descriptor.
+
+    Args:
+        pools: what peers may map.
+        board: the grants of these pools, if readers need any.
+    """
     shared: list[SharedPool] = []
     for pool in pools:
         if pool.fd is None:
             return None
-        status = os.fstat(pool.fd)
-        shared.append(
-            SharedPool(pool.fd, status.st_dev, status.st_ino, pool.fd_offset_bytes, pool.num_pages, pool.page_bytes)
-        )
-    return MemfdDescriptor(ProcessIdentity.current(), shared)
+        shared.append(_describe(pool.fd, pool.fd_offset_bytes, pool.num_pages, pool.page_bytes))
+    grants = None if board is None else _describe(board.fd, 0, board.num_pages, board.page_bytes)
+    return MemfdDescriptor(ProcessIdentity.current(), shared, grants)
+
+
+def _describe(fd: int, offset_bytes: int, num_pages: int, page_bytes: int) -> SharedPool:
+    status = os.fstat(fd)
+    return SharedPool(fd, status.st_dev, status.st_ino, offset_bytes, num_pages, page_bytes)
 
 
 class MappedPools:
@@ -73,13 +84,19 @@ class MappedPools:
     def __init__(self, descriptor: MemfdDescriptor, pools: Sequence[PoolMemory]) -> None:
         if not descriptor.process.observable:
             raise PlaneError("the peer runs on another host or in another process id namespace")
+        if descriptor.grants is None:
+            raise PlaneError("the peer's memory is not granted to readers")
+        self._grants = map_pool(descriptor.process.pid, descriptor.grants).view("<u8")
         self._pools = pools
         self._remote = descriptor.pools
         self._maps: list[NDArray[np.uint8]] = [map_pool(descriptor.process.pid, pool) for pool in descriptor.pools]
         self._addresses = [mapping.ctypes.data for mapping in self._maps]
 
     def pull(self, job: MoveJob) -> int:
-        """Copy the pieces of ``job`` into this process's pools; see :meth:`DataPlane.move`."""
+        """Copy the pieces of ``job`` into this process's pools; see :meth:`DataPlane.move`.
+
+        An owner that has taken the pages back meanwhile, because it took this process for dead, makes it fail.
+        """
         check_remote(job.parts, self._remote)
         for index, pieces in piece_slices(job.parts, SLICE_BYTES):
             job.control.checkpoint()
@@ -100,6 +117,7 @@ class MappedPools:
                 # One pass, which reads each byte once: the owner's memory can change, the sum is of what was written.
                 job.sums.put(index, pieces, ops.copy_pages_checksummed(*arguments))
         job.control.checkpoint()
+        check_grant(self._grants, job.access[-GRANT_BYTES:])
         return job.num_bytes
 
 
@@ -117,6 +135,10 @@ def map_pool(pid: int, pool: SharedPool, *, writable: bool = False) -> NDArray[n
     try:
         status = os.fstat(fd)
         nbytes = pool.num_pages * pool.page_bytes
+        if min(pool.num_pages, pool.page_bytes) < 1 or pool.offset_bytes < 0 or pool.offset_bytes % mmap.PAGESIZE:
+            raise PlaneError(
+                f"{pool.num_pages} pages of {pool.page_bytes} bytes from byte {pool.offset_bytes} of {path} are no pool"
+            )
         if (status.st_dev, status.st_ino) != (pool.device, pool.inode):
             raise PlaneError(f"{path} is not the peer's memory: it runs in another process id namespace")
         if status.st_size < pool.offset_bytes + nbytes:

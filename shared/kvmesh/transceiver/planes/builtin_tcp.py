@@ -1,7 +1,8 @@
 """The built-in plane between hosts: a page server at the owner, and receivers that read straight into their pages.
 
 One connection for each pair of engines. A receiver sends one fixed request (transfer, session, access key) and gets one
-fixed answer (status, bytes) followed by the bytes of the granted pages in order. To stop, either side closes.
+fixed answer (status, bytes) followed by the bytes of the granted pages in order and by one byte more, which says that
+the grant still stood when the last of them had been sent. To stop, either side closes.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from kvmesh.transceiver.planes.sockets import STOP_POLL_S, accept, shut, tune
 from kvmesh.transceiver.runs import contiguous_runs
 from kvmesh.transceiver.types import PoolMemory
 
-__all__ = ["PageClient", "PageServer", "PoolViews"]
+__all__ = ["KEY_BYTES", "PageClient", "PageServer", "PoolViews"]
 
 KEY_BYTES: Final = 16
 _REQUEST: Final = struct.Struct(f"<4sQQ{KEY_BYTES}s")
 _ANSWER: Final = struct.Struct("<4sIQ")
-_MAGIC: Final = b"KVP1"
+_MAGIC: Final = b"KVP2"
 _GRANTED, _REFUSED = 0, 1
+_VALID: Final = b"\1"
 
 IOVECS: Final = 64
 """Buffers in one system call; measured best for 64 KiB pages."""
@@ -174,6 +176,8 @@ class PageServer:
         for some in _batches(buffers):
             fault_point("transceiver.during_send")
             _send(connection, some, control)
+        # Asks the control once more: after a revocation what was sent may have been another request's.
+        _send(connection, [memoryview(_VALID)], control)
         connection.settimeout(None)
 
 
@@ -230,7 +234,7 @@ class PageClient:
         ]
         expected = job.num_bytes
         connection.settimeout(STOP_POLL_S)
-        connection.sendall(_REQUEST.pack(_MAGIC, job.transfer_id, job.session, job.access))
+        connection.sendall(_REQUEST.pack(_MAGIC, job.transfer_id, job.session, job.access[:KEY_BYTES]))
         answer = memoryview(bytearray(_ANSWER.size))
         _receive(connection, [answer], job.control)
         magic, status, nbytes = _ANSWER.unpack(answer)
@@ -244,6 +248,7 @@ class PageClient:
                 _receive(connection, some, job.control)
             if job.sums is not None:
                 job.sums.add(index, pieces)
+        _receive(connection, [memoryview(bytearray(len(_VALID)))], job.control)
         job.control.checkpoint()
         return expected
 

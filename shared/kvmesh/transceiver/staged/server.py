@@ -350,6 +350,8 @@ class PieceServer:
         try:
             fault_point("transceiver.during_send")
             self._copier.gather(self._region.address + room, grant.parts, segments)
+            if grant.control.stopped:
+                raise MoveStoppedError  # What was gathered since may be another request's.
             connection.sending_s = time.monotonic()
             self._channel.send(connection.peer, request.tag, room, request.offset, request.nbytes, grant.control)
         finally:
