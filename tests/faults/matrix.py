@@ -21,7 +21,8 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).parents[2]
 sys.path += [str(ROOT / "tests" / "support"), str(Path(__file__).parent)]
 
-from fault_cases import PLANES, Bench, Case, Outcome, cases_of, golden_items  # noqa: E402
+from channel_peers import why_not  # noqa: E402
+from fault_cases import PLANES, STAGED, Bench, Case, Outcome, cases_of, golden_items  # noqa: E402
 from meshes.faulty import SERVICES, FaultyMesh  # noqa: E402
 from meshes.hosts import Network, obstacle  # noqa: E402
 from table import write_table  # noqa: E402
@@ -92,7 +93,10 @@ def _run_all(results: Results, options: argparse.Namespace) -> None:
     groups = []
     for lease, (_seconds, kinds) in LEASES.items():
         for plane in PLANES:
-            cases = [case for case in cases_of(plane, network=not obstacle()) if case.kind in kinds]
+            if reason := _missing_library(plane):
+                print(f"without {plane}: {reason}")
+                continue
+            cases = [case for case in cases_of(plane, network=_has_hosts(plane)) if case.kind in kinds]
             names = [case.name for case in cases if _is_wanted(case, results, options)]
             if names:
                 groups.append((plane, lease, names))
@@ -107,6 +111,15 @@ def _run_all(results: Results, options: argparse.Namespace) -> None:
                 wait.cancel()
             for process in results.running:
                 process.terminate()
+
+
+def _has_hosts(plane: str) -> bool:
+    """Whether each service gets a host of its own."""
+    return plane not in STAGED and not obstacle()
+
+
+def _missing_library(plane: str) -> str | None:
+    return why_not(plane.removeprefix("cpp ")) if plane.startswith("cpp ") else None
 
 
 def _is_wanted(case: Case, results: Results, options: argparse.Namespace) -> bool:
@@ -139,7 +152,7 @@ def _collect(results: Results, plane: str, lease: str, names: list[str]) -> None
 
 def _run_mesh(plane: str, lease: str, names: set[str]) -> int:
     """In a process of its own: run cases, one outcome a line. A case that failed costs the mesh."""
-    network = None if obstacle() else Network(SERVICES, apart=plane != "memfd")
+    network = Network(SERVICES, apart=plane != "memfd") if _has_hosts(plane) else None
     try:
         waiting = [case for case in cases_of(plane, network=network is not None) if case.name in names]
         while waiting:

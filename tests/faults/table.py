@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from fault_cases import EXCLUDED, KINDS, PLANES, POINTS, VICTIMS
+from fault_cases import KINDS, PLANES, POINTS, VICTIMS, is_excluded
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "faults.md"
 BEGIN: Final = "<!-- made by make fault-matrix: begin -->"
@@ -32,9 +32,14 @@ def _lines(outcomes: dict[str, dict[str, Any]]) -> Iterator[str]:
         yield f"|{'---|' * (2 + len(POINTS))}"
         for victim in VICTIMS:
             for kind in KINDS:
-                if (plane, kind) in EXCLUDED or (victim, kind) in EXCLUDED:
+                if all(is_excluded(plane, victim, kind, point) for point in POINTS):
                     continue
-                cells = [_cell(outcomes.get(f"{plane}: {victim}, {kind}, {point}")) for point in POINTS]
+                cells = [
+                    ""
+                    if is_excluded(plane, victim, kind, point)
+                    else _cell(outcomes.get(f"{plane}: {victim}, {kind}, {point}"))
+                    for point in POINTS
+                ]
                 yield f"| {victim} | {kind} | {' | '.join(cells)} |"
         yield ""
 

@@ -25,10 +25,26 @@ WINDOWS: Final = [8192, 4096, 2048, 1024]
 POINTS: Final = ("transceiver.before_send", "transceiver.during_transfer", "transceiver.before_ack")
 REACHED_S: Final = 30.0
 
+BUFFER_TOKENS: Final = 128
+"""Of the CPP runtime's staging buffers: a quarter of the prompt whose transfer is hurt."""
+
+
+def _plane(backend: str, way: str = "auto", **transceiver: Any) -> dict[str, Any]:
+    return {"transfer_plane": way, "cache_transceiver_config": {"backend": backend, **transceiver}}
+
+
+def _staged(backend: str) -> dict[str, Any]:
+    return _plane(backend, transceiver_runtime="CPP", max_tokens_in_buffer=BUFFER_TOKENS)
+
+
 PLANES: Final[dict[str, dict[str, Any]]] = {
-    "memfd": {"backend": "DEFAULT", "transfer_plane": "memfd"},
-    "tcp": {"backend": "DEFAULT", "transfer_plane": "tcp"},
-    "nixl": {"backend": "NIXL", "transfer_plane": "auto"},
+    "memfd": _plane("DEFAULT", "memfd"),
+    "tcp": _plane("DEFAULT", "tcp"),
+    "nixl": _plane("NIXL"),
+    "cpp": _staged("DEFAULT"),
+    "cpp ucx": _staged("UCX"),
+    "cpp mooncake": _staged("MOONCAKE"),
+    "cpp mpi": _staged("MPI"),
 }
 """Settings of both servers by data plane."""
 
@@ -50,14 +66,15 @@ class FaultyMesh(Mesh):
         super().__init__(**({"UCX_TLS": "tcp,self"} if network is not None and plane == "nixl" else {}))
         self.plane = plane
         self.network = network
-        way = PLANES[plane]
+        settings = PLANES[plane]
+        transceiver = {**settings["cache_transceiver_config"], "kv_transfer_timeout_ms": timeout_ms}
         common = {"request_timeout_s": request_timeout_s, "drain_s": request_timeout_s}
         self._coordinator = {"port": 0, "lease_s": lease_s}
         self._router = {"port": 0, **common}
         self._worker = {
             **common,
-            "transfer_plane": way["transfer_plane"],
-            "cache_transceiver_config": {"backend": way["backend"], "kv_transfer_timeout_ms": timeout_ms},
+            "transfer_plane": settings["transfer_plane"],
+            "cache_transceiver_config": transceiver,
             "kv_cache_config": {"max_attention_window": WINDOWS, "host_cache_size": 0, "kv_events_config": None},
         }
 
