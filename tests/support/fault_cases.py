@@ -30,6 +30,7 @@ from kvmesh.models.store import DEFAULT_MODEL
 __all__ = [
     "EXCLUDED",
     "KINDS",
+    "NOT_BROUGHT_ABOUT",
     "PLANES",
     "POINTS",
     "STAGED",
@@ -96,6 +97,8 @@ FLAT_FILES: Final = 6
 """What a process may come to hold more of after its first cases: room for what happens to be under way."""
 NEVER: Final = 1_000_000
 COMPUTE_TRIES: Final = 3
+NOT_BROUGHT_ABOUT: Final = "not brought about"
+"""Begins the problem of a case that never came to its fault: on a busy machine it says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,16 +279,7 @@ class Bench:
         mesh, victim = self.mesh, SERVICE_OF[case.victim]
         holder, point, hit = where(mesh.plane, case.point, self.slices)
         logs = {name: process.log.stat().st_size for name, process in mesh.processes.items()}
-        salt = self._compute()
-        mesh.hold(holder, point, hit)
-        client = Asker(mesh, self.victims_item, salt, self.deadline_s + self.freeze_s + LATE_S)
-        client.start()
-        try:
-            mesh.wait_held(holder, point)
-        except AssertionError as error:
-            raise AssertionError(f"{error}; the client was answered: {client.answer}") from None
-        with mesh.at():
-            until(lambda: all(server.stats()["in_transfer"] for server in mesh.workers()), "both servers say so")
+        client = self._bring_about(holder, point, hit)
         fault_s = time.monotonic()
         _hurt(mesh, victim, case.kind)
         mesh.release(holder)
@@ -329,6 +323,24 @@ class Bench:
             assert answers[-1] == "right", f"the prompt cannot be computed: {answers}"
             self.mesh.wait_idle()
         return salt
+
+    def _bring_about(self, holder: str, point: str, hit: int) -> Asker:
+        """Have a transfer stand at a point; the client that waits for it."""
+        mesh = self.mesh
+        try:
+            salt = self._compute()
+            mesh.hold(holder, point, hit)
+            client = Asker(mesh, self.victims_item, salt, self.deadline_s + self.freeze_s + LATE_S)
+            client.start()
+            try:
+                mesh.wait_held(holder, point)
+            except AssertionError as error:
+                raise AssertionError(f"{error}; the client was answered: {client.answer}") from None
+            with mesh.at():
+                until(lambda: all(server.stats()["in_transfer"] for server in mesh.workers()), "both servers say so")
+        except AssertionError as error:
+            raise AssertionError(f"{NOT_BROUGHT_ABOUT}: {error}") from None
+        return client
 
     def _until_late(self, case: Case, fault_s: float) -> float:
         """Seconds until the client must have been answered; a frozen router answers when it is back."""
