@@ -129,7 +129,7 @@ async def serving(service: Service, host: str = "127.0.0.1", port: int = 0) -> A
         OSError: the address cannot be bound.
     """
     listener = socket.create_server(
-        (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
+        (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=LISTEN_BACKLOG
     )
     url = f"http://{reachable_host(host)}:{listener.getsockname()[1]}"
     # A client that leaves cancels its handler: that is how a request learns that nobody wants it any more.
