@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import select
 from pathlib import Path
 
 import msgspec
 
-__all__ = ["ProcessGoneError", "ProcessIdentity", "open_process"]
+__all__ = ["ProcessGoneError", "ProcessIdentity", "has_ended", "open_process"]
 
 _PROC = Path("/proc")
 _START_TIME_FIELD = 19
@@ -48,13 +49,25 @@ def open_process(identity: ProcessIdentity) -> int | None:
         return None
     try:
         fd = os.pidfd_open(identity.pid)
-    except ProcessLookupError as error:
+    except (ProcessLookupError, OverflowError, ValueError) as error:
+        # No process has, or had, a number that is none.
+        raise ProcessGoneError(f"process {identity.pid} has ended") from error
+    except OSError as error:
+        if identity.pid > 0:
+            raise
         raise ProcessGoneError(f"process {identity.pid} has ended") from error
     # Read after the pidfd is open: from here on the id cannot come to mean another process unnoticed.
     if _start_ticks(identity.pid) != identity.start_ticks:
         os.close(fd)
         raise ProcessGoneError(f"process {identity.pid} has ended")
     return fd
+
+
+def has_ended(pidfd: int) -> bool:
+    """Whether the process has ended, even where its parent has not taken note yet."""
+    poller = select.poll()  # select() cannot look at descriptors from 1024 on.
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def _boot_id() -> str:

@@ -45,6 +45,10 @@ class Incoming(Protocol):
 class Lingering(Protocol):
     """What else an :class:`Incoming` has where not even detaching the owner keeps it from writing."""
 
+    @property
+    def owner_is_elsewhere(self) -> bool:
+        """Whether its end cannot be seen from here: then only time tells."""
+
     def owner_is_gone(self) -> bool:
         """Whether the owner has ended, so that it writes no more."""
 

@@ -98,6 +98,11 @@ class Expected(Operation):
         """See :meth:`Incoming.cancel`."""
         return self._withdraw(self) or self.ended
 
+    @property
+    def owner_is_elsewhere(self) -> bool:
+        """See :class:`Lingering`."""
+        return self._owner is not None and self._owner.owner_is_elsewhere
+
     def owner_is_gone(self) -> bool:
         """See :class:`Lingering`: the message that had begun to arrive has ended, or its sender has."""
         return self.ended or (self._owner is not None and self._owner.owner_is_gone())

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.channels.base import Channel, Incoming, Lingering, Region
 from kvmesh.transceiver.planes.base import MoveControl, MoveJob, MoveStoppedError, PlaneError
 from kvmesh.transceiver.planes.sockets import shut, tune
@@ -77,21 +78,35 @@ class Staging:
     connect_timeout_s: float
 
 
+class _Held(NamedTuple):
+    incoming: Lingering
+    room: int
+    nbytes: int
+
+
 class Limbo:
-    """Rooms that not even the end of a connection makes safe: out of use until their owner is gone."""
+    """Rooms that not even the end of a connection makes safe: out of use until their owner is gone.
+
+    Of owners elsewhere that is a guess, for which half of the region is kept out of use at most: the oldest go first.
+    """
 
     def __init__(self, rooms: Rooms) -> None:
         self._rooms = rooms
         self._lock = threading.Lock()
-        self._held: list[tuple[Lingering, int]] = []
+        self._held: list[_Held] = []
+        self._log = get_logger("transceiver.staged")
 
-    def put(self, incoming: Incoming, room: int) -> None:
-        """Take over a room whose owner has been detached."""
+    def put(self, incoming: Incoming, room: int, nbytes: int) -> None:
+        """Take over a room of ``nbytes`` bytes whose owner has been detached."""
         if not isinstance(incoming, Lingering):
             self._rooms.give(room)
             return
         with self._lock:
-            self._held.append((incoming, room))
+            self._held.append(_Held(incoming, room, nbytes))
+            guessed = [held for held in self._held if held.incoming.owner_is_elsewhere]
+            while sum(held.nbytes for held in guessed) > self._rooms.nbytes // 2:
+                self._log.warning("a staging room is used again early: too many owners elsewhere were lost")
+                self._give(guessed.pop(0))
         self.release()
 
     def release(self) -> None:
@@ -99,9 +114,12 @@ class Limbo:
         if not self._held:
             return
         with self._lock:
-            for held in [held for held in self._held if held[0].owner_is_gone()]:
-                self._held.remove(held)
-                self._rooms.give(held[1])
+            for held in [held for held in self._held if held.incoming.owner_is_gone()]:
+                self._give(held)
+
+    def _give(self, held: _Held) -> None:
+        self._held.remove(held)
+        self._rooms.give(held.room)
 
 
 class _Patience(MoveControl):
@@ -405,5 +423,5 @@ class PieceClient:
             left, self._asked = list(self._asked.values()), {}
         self._staging.attachments.release(self._peer)
         for asked in left:
-            self._staging.limbo.put(asked.incoming, asked.room)
+            self._staging.limbo.put(asked.incoming, asked.room, asked.piece.nbytes)
         self._stream.close()
