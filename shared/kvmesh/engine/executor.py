@@ -5,7 +5,8 @@ An iteration never waits; :mod:`kvmesh.engine.loop` does, in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -33,13 +34,14 @@ from kvmesh.engine.starvation import StarvationWatch
 from kvmesh.engine.transfers import TransferDesk
 from kvmesh.engine.upkeep import CacheUpkeep
 from kvmesh.net.clock import Clock
-from kvmesh.net.faults import FaultInjectedError, fault_point
+from kvmesh.net.faults import fault_point
 from kvmesh.protocol.disagg import CtxUsage
 from kvmesh.protocol.engine import MAX_NOTED_CHUNKS, FinishReason, Generate
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.sampling import TokenLogprob
 from kvmesh.protocol.transfer import Aux
 from kvmesh.telemetry import get_logger
+from kvmesh.transceiver import TransceiverDeadError
 
 __all__ = ["Executor", "StepOutcome"]
 
@@ -223,10 +225,12 @@ class Executor:
         for end in self._desk.look():
             if end.error is not None:
                 self._fail(end.seq, end.error)
-            elif end.aux is not None:
-                self._received_first(end.seq, end.aux)
-            else:
-                self._received(end.seq)
+                continue
+            with self._isolated(end.seq):
+                if end.aux is not None:
+                    self._received_first(end.seq, end.aux)
+                else:
+                    self._received(end.seq)
         for seq in self._desk.offers.take_claimed():
             self._scheduler.enqueue(seq)
 
@@ -254,10 +258,24 @@ class Executor:
 
     def _start_receiving(self, seq: Sequence) -> None:
         assert self._desk is not None
-        try:
+        with self._isolated(seq):
             self._desk.receive(seq, self._pages.first_missing_blocks(seq))
+
+    @contextlib.contextmanager
+    def _isolated(self, seq: Sequence) -> Iterator[None]:
+        """The border of error isolation: whatever moving a request's pages raises ends that request, and no other."""
+        try:
+            yield
         except ApiError as error:
             self._fail(seq, error)
+        except TransceiverDeadError:
+            raise  # Nothing will ever be moved again: the engine must end.
+        except Exception:
+            _log.exception("transfer failed", request=seq.request_id)
+            if self._desk is not None:
+                self._desk.cancel(seq.transfer_id)
+            if seq.request_id in self._live:
+                self._fail(seq, internal_error("The KV cache of this request could not be moved."))
 
     def _received(self, seq: Sequence) -> None:
         """The prompt is here: go on from the tokens that the context server sampled."""
@@ -304,7 +322,8 @@ class Executor:
                 self._pages.advance(chunk.seq, chunk.length)
                 if chunk.seq.pipelined and not chunk.sample:
                     assert self._desk is not None
-                    self._desk.offers.chunk_done(chunk.seq, chunk.start, chunk.start + chunk.length)
+                    with self._isolated(chunk.seq):
+                        self._desk.offers.chunk_done(chunk.seq, chunk.start, chunk.start + chunk.length)
             for chunk, choice in done.sampled:
                 self._take_token(chunk.seq, choice)
 
@@ -343,17 +362,13 @@ class Executor:
         offered_first = seq.kind == "context" and seq.generation_first and reason != "cancelled"
         if reason == "not_finished" or offered_first:
             assert self._desk is not None
-            try:
+            with self._isolated(seq):
                 fault_point("engine.before_handoff")
                 if offered_first:
                     self._desk.offer(seq, _aux_of(seq, token_ids, reason, logprobs))
                 else:
                     handoff = self._desk.send(seq)
-            except ApiError as error:
-                self._fail(seq, error)
-                return
-            except FaultInjectedError as error:
-                self._fail(seq, internal_error(f"The KV cache was not offered: {error}."))
+            if seq.phase is Phase.FINISHED:
                 return
         seq.timings.finished_ns = self._clock.unix_ns()
         self._outbox.tokens(seq, token_ids, logprobs, finish=reason, handoff=handoff)

@@ -176,8 +176,10 @@ class TransferDesk:
                 seed=seq.params.seed,
                 prompt_digest=_prompt_digest(seq),
             )
-        except ValueError as error:
+        except Exception as error:
             lease.release()
+            if not isinstance(error, ValueError):
+                raise
             raise bad_request(f"The KV cache cannot be offered: {error}.", param="disaggregated_params") from error
         self._sending[seq.transfer_id] = seq.request_id
         return handoff
@@ -193,11 +195,10 @@ class TransferDesk:
         began_ns = self._clock.unix_ns()
         try:
             size = self._request(seq, lease, first_missing_blocks)
-        except TicketError:
+        except Exception as error:
             lease.release()
-            raise
-        except ValueError as error:
-            lease.release()
+            if not isinstance(error, ValueError):
+                raise
             raise bad_request(
                 f"The hand-off does not fit the request: {error}.", param="disaggregated_params", code="invalid_handoff"
             ) from error
@@ -277,7 +278,8 @@ class TransferDesk:
     def _end(self, transfer_id: int, error: ApiError | None, notes: TransferNotes | None = None) -> TransferEnd | None:
         self._sending.pop(transfer_id, None)
         if (seq := self.offers.take(transfer_id)) is not None:
-            return TransferEnd(seq, error)
+            # Whatever a receiver says: before its prompt was offered, a transfer cannot end well.
+            return TransferEnd(seq, error or _cancelled_by_peer("generation"))
         aux = self.transceiver.take_aux(transfer_id)
         incoming = self._receiving.pop(transfer_id, None)
         if incoming is None:

@@ -204,7 +204,7 @@ class Control:
             while not asked.given_up.is_set():
                 try:
                     connected = socket.create_connection(asked.address, CONNECT_TIMEOUT_S)
-                except OSError:
+                except (OSError, ValueError):  # A name that no name can be is a ValueError.
                     self._enqueue(lambda: self._disconnected(asked))
                     asked.given_up.wait(delay_s)
                     delay_s = min(2 * delay_s, RECONNECT_MAX_S)

@@ -39,7 +39,7 @@ from kvmesh.transceiver.runs import encode_pages, only_pages
 from kvmesh.transceiver.sessions import ReceiveSession
 from kvmesh.transceiver.states import ReceiveEvent, SessionState, next_receive_status
 from kvmesh.transceiver.table import SessionTable
-from kvmesh.transceiver.tickets import NONCE_BYTES, PromptMismatchError, TicketError, check_ticket
+from kvmesh.transceiver.tickets import NONCE_BYTES, PromptMismatchError, TicketError, check_endpoint, check_ticket
 from kvmesh.transceiver.types import PageLease, PeerKey, TransferPoll, TransferSize
 
 __all__ = ["ReceiverSide"]
@@ -133,11 +133,13 @@ class ReceiverSide:
         engine = self._engine
         try:
             where = open_address(engine.addresses, address)
+            check_endpoint(where.control_endpoint)
         except TicketError:
             with self.table.lock:
                 self.table.counters.refused += 1
             raise
         now_ms = engine.now_unix_ms()
+        expires_ms = engine.times.deadline_unix_ms(now_ms) or now_ms + CLAIM_MS
         claim = Claim(
             transfer_id=transfer_id,
             owner_instance_id=where.instance_id,
@@ -146,7 +148,8 @@ class ReceiverSide:
             receiver_epoch=engine.key.epoch,
             num_tokens=num_tokens,
             prompt_digest=prompt_digest,
-            expires_unix_ms=engine.times.deadline_unix_ms(now_ms) or now_ms + CLAIM_MS,
+            expires_unix_ms=expires_ms,
+            lifetime_ms=expires_ms - now_ms,
             nonce=secrets.token_bytes(NONCE_BYTES),
         )
         token = sign(engine.claims, claim)
@@ -190,13 +193,22 @@ class ReceiverSide:
                 int(np.count_nonzero(ids[:first] >= 0)) for ids, first in zip(pages, first_block, strict=True) if first
             )
             engine.plane.session_opened()
-            if self._precancelled.take(transfer_id):
+            self._begin(session, owner)
+        return TransferSize(session.num_pages, session.num_bytes)
+
+    def _begin(self, session: ReceiveSession, owner: _Owner) -> None:
+        """Ask at once, or connect first (under the lock). Whatever goes wrong is an end of the session."""
+        try:
+            if self._precancelled.take(session.transfer_id):
                 self._cancel(session, "cancelled before it was opened")
-            elif engine.fences.is_over(owner.peer):
+            elif self._engine.fences.is_over(owner.peer):
                 self._fail(session, 503, "peer_dead", f"{owner.peer} ended before it was asked")
             elif self.links.obtain(session.endpoint, owner.peer).state is LinkState.UP:
                 self._ask(session)
-        return TransferSize(session.num_pages, session.num_bytes)
+        except Exception:
+            # The border of error isolation.
+            self._log.exception("a transfer could not be begun", transfer_id=session.transfer_id)
+            self._fail(session, 502, "transfer_failed", "the owner of the pages could not be asked for them")
 
     def poll(self, at_least: int) -> TransferPoll:
         """What ended since the last poll; waits one interval at most for ``at_least`` sessions.
@@ -234,9 +246,8 @@ class ReceiverSide:
             TicketError: 403, as in :meth:`open`.
         """
         ticket = self._accept(transfer_id, handoff)
-        with self.table.lock:
-            self.links.obtain(ticket.control_endpoint, PeerKey(ticket.owner_instance_id, ticket.owner_epoch))
-            self._engine.send(ticket.control_endpoint, CancelSession(transfer_id=transfer_id, ticket=handoff.ticket))
+        owner = PeerKey(ticket.owner_instance_id, ticket.owner_epoch)
+        self._decline(owner, ticket.control_endpoint, CancelSession(transfer_id=transfer_id, ticket=handoff.ticket))
 
     def decline_claim(self, transfer_id: int, address: bytes) -> None:
         """Generation first: :meth:`decline` of a prompt that was never asked for.
@@ -245,15 +256,21 @@ class ReceiverSide:
             TicketError: 403, as in :meth:`open_claimed`.
         """
         owner = self._claim(transfer_id, address, 0, b"")
+        self._decline(owner.peer, owner.endpoint, CancelSession(transfer_id=transfer_id, claim=owner.token))
+
+    def _decline(self, owner: PeerKey, endpoint: str, cancel: CancelSession) -> None:
+        if self._engine.fences.is_over(owner):
+            return  # An old ticket must not take the link of whoever has the address by now.
         with self.table.lock:
-            self.links.obtain(owner.endpoint, owner.peer)
-            self._engine.send(owner.endpoint, CancelSession(transfer_id=transfer_id, claim=owner.token))
+            self.links.obtain(endpoint, owner)
+            self._engine.send(endpoint, cancel)
 
     def _accept(self, transfer_id: int, handoff: HandOff) -> Ticket:
         engine = self._engine
         try:
             ticket = engine.tickets.open_ticket(handoff.ticket)
             check_ticket(ticket, transfer_id=transfer_id, now_unix_ms=engine.now_unix_ms())
+            check_endpoint(ticket.control_endpoint)
             said = (handoff.control_endpoint, handoff.instance_id, handoff.epoch)
             if said != (ticket.control_endpoint, ticket.owner_instance_id, ticket.owner_epoch):
                 raise TicketError(

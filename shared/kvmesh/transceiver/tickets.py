@@ -18,20 +18,27 @@ from kvmesh.protocol.version import PROTOCOL_VERSION
 from kvmesh.transceiver.types import PeerKey
 
 __all__ = [
+    "CLOCK_SKEW_MS",
     "NEVER_UNIX_MS",
     "NONCE_BYTES",
     "PromptMismatchError",
     "Signer",
     "SpentNonces",
     "TicketError",
+    "check_endpoint",
     "check_ticket",
 ]
 
 MAC_BYTES = hashlib.sha256().digest_size
 HASH_BLOCK_BYTES = hashlib.sha256().block_size
 MAX_TICKET_BYTES = 4096
+MAX_HOST_LENGTH = 253
 """Far above any real ticket; bounds what an unauthenticated peer can make us hash and decode."""
 NONCE_BYTES = 16
+CLOCK_SKEW_MS = 300_000
+"""How far the clocks of two hosts may be apart: 5 minutes, as in Kerberos (RFC 4120, section 5.6). Each engine judges what
+it signed itself by its own clock, exactly.
+"""
 MAX_SPENT_NONCES = 65_536
 NEVER_UNIX_MS = (1 << 63) - 1
 """The expiry of a ticket for a transfer without a deadline."""
@@ -97,6 +104,19 @@ class Signer:
             raise TicketError("ticket_forged", f"the transfer ticket cannot be read: {error}") from error
 
 
+def check_endpoint(endpoint: str) -> None:
+    """Check that somebody can be asked at an address.
+
+    Raises:
+        TicketError: ``endpoint_invalid``.
+    """
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    is_name = host.isascii() and host.isprintable() and 0 < len(host) <= MAX_HOST_LENGTH
+    is_port = port.isascii() and port.isdecimal() and len(port) <= len("65535") and 0 < int(port) < 1 << 16
+    if not (endpoint.startswith("tcp://") and is_name and is_port):
+        raise TicketError("endpoint_invalid", f"nobody can be reached at {endpoint[:MAX_HOST_LENGTH]!r}")
+
+
 def check_ticket(
     ticket: Ticket, *, transfer_id: int, owner: PeerKey | None = None, now_unix_ms: int | None = None
 ) -> None:
@@ -106,7 +126,8 @@ def check_ticket(
         ticket: an opened ticket.
         transfer_id: the transfer it is presented for.
         owner: this engine when it is asked for pages; None at a receiver, which reads the owner from the ticket.
-        now_unix_ms: the present; None where it does not matter whether the ticket has expired.
+        now_unix_ms: the present by this engine's clock, which at a receiver may be :data:`CLOCK_SKEW_MS` from the
+            owner's; None where it does not matter whether the ticket has expired.
 
     Raises:
         TicketError: ``ticket_protocol``, ``ticket_mismatch``, ``ticket_foreign``, ``ticket_stale_epoch`` or
@@ -129,13 +150,15 @@ def check_ticket(
             "ticket_stale_epoch",
             f"the ticket is of epoch {ticket.owner_epoch} of {owner.instance_id}, which is now at epoch {owner.epoch}",
         )
-    if now_unix_ms is not None and now_unix_ms >= ticket.expires_unix_ms:
+    skew_ms = CLOCK_SKEW_MS if owner is None else 0
+    if now_unix_ms is not None and now_unix_ms >= ticket.expires_unix_ms + skew_ms:
         late_ms = now_unix_ms - ticket.expires_unix_ms
-        raise TicketError("ticket_expired", f"the ticket for transfer {transfer_id} expired {late_ms} ms ago")
+        clocks = "" if owner is not None else " by this host's clock; are the clocks of both hosts right?"
+        raise TicketError("ticket_expired", f"the ticket for transfer {transfer_id} expired {late_ms} ms ago{clocks}")
 
 
 class SpentNonces:
-    """The nonces of tickets that were redeemed, kept until those tickets expire; bounded."""
+    """The nonces of tickets and claims that were redeemed, kept while those could pass as valid; bounded."""
 
     def __init__(self, capacity: int = MAX_SPENT_NONCES) -> None:
         self._capacity = capacity
@@ -157,4 +180,5 @@ class SpentNonces:
         if right.nonce in self._expiry:
             kind = "ticket" if isinstance(right, Ticket) else "claim"
             raise TicketError(f"{kind}_replayed", f"the {kind} for transfer {right.transfer_id} was already used")
-        self._expiry[right.nonce] = right.expires_unix_ms
+        skew_ms = 0 if isinstance(right, Ticket) else CLOCK_SKEW_MS
+        self._expiry[right.nonce] = right.expires_unix_ms + skew_ms

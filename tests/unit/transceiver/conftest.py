@@ -184,7 +184,7 @@ class Wire:
     """A context and a generation engine; messages lie in queues until :meth:`pump`."""
 
     ROUTE = b"generation"
-    ENDPOINT = "tcp://context"
+    ENDPOINT = "tcp://context:1"
 
     def __init__(self, direction: Literal["pull", "push"], times: TransferTimes, groups: int) -> None:
         self.clock = ManualClock()

@@ -15,8 +15,8 @@ import pytest
 from kvmesh.cache.device import CpuDevice, DeviceBuffer
 from kvmesh.net.faults import injected
 from kvmesh.transceiver.integrity import PageChecksums, checksum_difference
-from kvmesh.transceiver.planes.base import MoveControl, MoveJob, MoveStoppedError, Part, PlaneError
 from kvmesh.transceiver.planes import builtin_tcp
+from kvmesh.transceiver.planes.base import MoveControl, MoveJob, MoveStoppedError, Part, PlaneError
 from kvmesh.transceiver.planes.builtin import QUICK_BYTES, BuiltinPlane
 from kvmesh.transceiver.planes.builtin_memfd import MemfdDescriptor
 from kvmesh.transceiver.types import PeerKey, PoolMemory

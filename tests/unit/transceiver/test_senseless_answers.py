@@ -8,7 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvmesh.protocol.disagg import ContextAddress
 from kvmesh.protocol.transfer import Aux, CancelSession, Refused, RequestData, TransferResult
+from kvmesh.transceiver.claims import sign
+from kvmesh.transceiver.tickets import TicketError
 
 Wire = Any
 """tests/unit/transceiver/conftest.py"""
@@ -145,3 +148,48 @@ def test_an_owner_that_does_not_know_the_receiver_says_whether_it_writes(push: W
     assert [failure.code for failure in push.receiver.poll(0).failed] == ["hello_required"]
     push.sender.cancel(9)
     over(push)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        *("", "tcp://context", "udp://context:1", "tcp://:1", "tcp://conte\0xt:1", "tcp://c\u00f6ntext:1"),
+        *("tcp://context:0", "tcp://context:65536", "tcp://context:\u0663", "tcp://context:1x", "tcp://a:99999999"),
+        f"tcp://{'c' * 254}:1",
+    ],
+)
+def test_an_address_where_nobody_can_be_is_not_dialled(wire: Wire, tools: Any, endpoint: str) -> None:
+    """A ticket is signed by a member of the cluster, which may still have said something senseless."""
+    offered = wire.offer(9).ticket
+    ticket = msgspec.structs.replace(wire.context.tickets.open_ticket(offered), control_endpoint=endpoint)
+    handoff = wire.handoff(wire.context.tickets.sign_ticket(ticket), control_endpoint=endpoint)
+    address = ContextAddress(control_endpoint=endpoint, instance_id="context", epoch=1)
+    lease = tools.FakeLease([1, 2, 3, 4])
+    claimed = (9, "g9", sign(wire.context.addresses, address), lease, [0], 15, tools.PROMPT_DIGEST)
+    for ask in (
+        lambda: wire.receiver.open(9, "g9", handoff, lease, [0], tools.PROMPT_DIGEST),
+        lambda: wire.receiver.open_claimed(*claimed),
+        lambda: wire.receiver.decline(9, handoff),
+    ):
+        with pytest.raises(TicketError) as caught:
+            ask()
+        assert (caught.value.status, caught.value.code) == (403, "endpoint_invalid")
+    assert lease.released == 0
+    assert len(wire.receiver.table.open) == 0
+    assert wire.dialled == [wire.ENDPOINT]
+
+
+def test_an_old_ticket_takes_no_link_away(wire: Wire) -> None:
+    """Its owner is over, and another life has the address."""
+    old = wire.offer(9)
+    wire.generation.fences.end("context", 0)
+    stale = msgspec.structs.replace(wire.context.tickets.open_ticket(old.ticket), owner_epoch=0)
+    token = wire.context.tickets.sign_ticket(stale)
+    link = wire.receiver.links.get(wire.ENDPOINT)
+    wire.receiver.decline(9, wire.handoff(token, epoch=0))
+    assert wire.receiver.links.get(wire.ENDPOINT) is link
+    assert not wire.to_context
+    wire.ask(9, old)
+    wire.pump()
+    assert wire.receiver.poll(0).completed == [9]
+    over(wire)

@@ -485,7 +485,7 @@ def test_another_engine_at_the_address_is_not_taken_for_the_owner(make_wire: Cal
     wire.ask(7, wire.handoff(token, epoch=2))
     wire.pump()
     (failure,) = wire.receiver.poll(0).failed
-    assert "context#1 answers at tcp://context, where context#2 is expected" in failure.message
+    assert "context#1 answers at tcp://context:1, where context#2 is expected" in failure.message
 
 
 def test_tickets_are_minted_with_what_must_be_known(pull: Wire) -> None:

@@ -1,8 +1,8 @@
-"""Grants as words in memory that receivers of the same host map: who has copied can tell whether it was still allowed.
+"""Grants as words in memory that receivers of the same host map: who has copied can tell if it was still allowed to.
 
-Such a receiver copies without its owner's help, and may stand still meanwhile, for so long that it is taken for dead and
-the pages go to another request. The owner takes the word of a grant away before that; the receiver looks at it after its
-last copy. There is one word for each grant, never used again for another.
+Such a receiver copies without its owner's help, and may stand still meanwhile, for so long that it is taken for dead
+and the pages go to another request. The owner takes the word of a grant away before that; the receiver looks at it
+after its last copy. There is one word for each grant, never used again for another.
 """
 
 from __future__ import annotations
