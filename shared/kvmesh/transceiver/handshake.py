@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from kvmesh.cache.layout import PageLayout
+from kvmesh.cache.layout import LayoutError, PageLayout
 from kvmesh.protocol.transfer import Hello, HelloReply
 from kvmesh.protocol.version import PROTOCOL_VERSION
 from kvmesh.transceiver.liveness import ProcessIdentity
+from kvmesh.transceiver.peer_layouts import read_layout
 from kvmesh.transceiver.planes.base import Side
 from kvmesh.transceiver.routes import Route, RouteError, plan_routes
 from kvmesh.transceiver.tickets import Signer
@@ -18,9 +19,6 @@ from kvmesh.transceiver.types import PeerKey
 __all__ = ["Handshake", "Introduction", "Pairing", "PairingRefusedError", "pairing_obstacle"]
 
 _Signed = TypeVar("_Signed", Hello, HelloReply)
-
-
-_layout_decoder: Final = msgspec.msgpack.Decoder(PageLayout)
 
 
 class Introduction(NamedTuple):
@@ -127,10 +125,10 @@ class Handshake:
         if peer.layout == self._layout:
             return self._same
         try:
-            theirs = _layout_decoder.decode(peer.layout)
             mine = self.mine.layout
+            theirs = read_layout(peer.layout, mine)
             return Pairing(theirs, plan_routes(mine, theirs) if side == "owner" else plan_routes(theirs, mine))
-        except (msgspec.MsgspecError, RouteError) as error:
+        except (LayoutError, RouteError) as error:
             raise PairingRefusedError(f"the page layout of {peer.instance_id} does not fit: {error}") from error
 
     def _sign(self, message: _Signed) -> _Signed:

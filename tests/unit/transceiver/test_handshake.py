@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -10,6 +12,8 @@ from kvmesh.cache.sharding import shard_requirements
 from kvmesh.protocol.transfer import Hello, HelloReply
 from kvmesh.protocol.version import PROTOCOL_VERSION
 from kvmesh.transceiver.handshake import Handshake, Introduction, PairingRefusedError
+from kvmesh.transceiver.peer_layouts import read_layout
+from kvmesh.transceiver.planes.base import Side
 from kvmesh.transceiver.tickets import Signer
 from kvmesh.transceiver.types import PeerKey
 
@@ -62,10 +66,73 @@ def test_a_layout_that_is_none_is_refused() -> None:
 
 def test_a_layout_that_lacks_what_its_digest_promises_is_refused() -> None:
     other = handshake("b")
-    fewer = PageLayout.build(CacheRequirements(LAYERS[:1]), 8)
-    reply = other._sign(_with(other.reply(), layout=msgspec.msgpack.encode(fewer)))
-    with pytest.raises(PairingRefusedError, match="head 0 of the k buffer of layer 1 is in no page of the owner"):
+    halves = tuple(msgspec.structs.replace(layer, num_kv_heads=2, first_kv_head=2) for layer in LAYERS)
+    half = PageLayout.build(CacheRequirements(halves), 8)
+    reply = other._sign(_with(other.reply(), layout=msgspec.msgpack.encode(half)))
+    with pytest.raises(PairingRefusedError, match="head 0 of the k buffer of layer 0 is in no page of the owner"):
         handshake("a").pair(reply, "receiver")
+
+
+GROUP = layout().groups[0]
+BUFFER = GROUP.buffers[0]
+
+
+def with_group(**changes: Any) -> PageLayout:
+    return msgspec.structs.replace(layout(), groups=(msgspec.structs.replace(GROUP, **changes),))
+
+
+def with_buffer(**changes: Any) -> PageLayout:
+    return with_group(buffers=(msgspec.structs.replace(BUFFER, **changes), *GROUP.buffers[1:]))
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        *(with_group(page_bytes=size) for size in (0, -64, GROUP.page_bytes - 64, 1 << 20, 1 << 62)),
+        *(with_group(pool=pool) for pool in (-1, 1)),
+        *(with_group(group_id=number) for number in (-1, 1, 1 << 40)),
+        *(with_group(rank=rank) for rank in (-1, 1)),
+        *(with_group(window=window) for window in (0, -1, 8)),
+        *(with_group(kind=kind) for kind in ("mla", "state")),
+        *(with_group(layers=layers) for layers in ((), (0,), (0, 0), (0, 1, 2))),
+        *(with_group(buffers=buffers) for buffers in ((), GROUP.buffers[:1], GROUP.buffers * 2, GROUP.buffers[::-1])),
+        *(with_buffer(offset_bytes=offset) for offset in (-64, 64, GROUP.page_bytes, 1 << 62)),
+        *(with_buffer(nbytes=size) for size in (0, -1, 1, BUFFER.nbytes * 2, 1 << 34)),
+        *(with_buffer(num_kv_heads=heads) for heads in (0, -1, 3, 8)),
+        *(with_buffer(head_dim=size) for size in (0, -1, 32)),
+        *(with_buffer(first_kv_head=head) for head in (-1, 1, 1 << 40)),
+        with_buffer(dtype="bfloat16"),
+        with_buffer(dtype="float8"),
+        with_buffer(layer=7),
+        *(msgspec.structs.replace(layout(), tokens_per_block=tokens) for tokens in (0, -8, 4, 16)),
+        *(msgspec.structs.replace(layout(), pools=pools) for pools in ((), layout().pools * 2)),
+        msgspec.structs.replace(layout(), groups=layout().groups * 2),
+        msgspec.structs.replace(layout(), groups=()),
+        msgspec.structs.replace(layout(), version=2),
+        PageLayout.build(CacheRequirements(LAYERS[:1]), 8),
+        PageLayout.build(CacheRequirements(LAYERS), 16),
+    ],
+)
+@pytest.mark.parametrize("side", ["owner", "receiver"])
+def test_a_layout_that_contradicts_itself_or_its_digest_is_refused(stated: PageLayout, side: Side) -> None:
+    """Bytes outside a page would be another request's."""
+    other = handshake("b")
+    hello = other._sign(_with(other.hello(), layout=msgspec.msgpack.encode(stated)))
+    with pytest.raises(PairingRefusedError, match="the page layout of b does not fit: "):
+        handshake("a").pair(hello, side)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("windows", [(None,), (None, 16), (16, None, 32)])
+def test_every_layout_that_is_built_is_believed(tp_size: int, windows: tuple[int | None, ...]) -> None:
+    layers = [
+        msgspec.structs.replace(LAYERS[0], layer_index=number, window=windows[number % len(windows)])
+        for number in range(5)
+    ]
+    if tp_size == 1:
+        layers.append(msgspec.structs.replace(LAYERS[0], layer_index=5, kind="state", state_bytes=100))
+    built = PageLayout.build(shard_requirements(CacheRequirements(tuple(layers)), tp_size, 1), 8)
+    assert read_layout(msgspec.msgpack.encode(built), built) == built
 
 
 def test_another_backend_is_refused_naming_both() -> None:
