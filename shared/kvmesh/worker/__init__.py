@@ -1,5 +1,6 @@
-"""What context and generation servers share: the OpenAI face of one engine process.
+"""What context and generation servers share: the OpenAI face of their engines.
 
-``server`` is the service, ``runs`` turns engine output into text, ``stops`` finds stop strings, ``disagg`` speaks
-``disaggregated_params``, ``completions`` and ``chat`` answer requests, ``membership`` tells the mesh about the worker.
+``server`` is the service, ``ranks`` its engines, ``plans`` turns requests into sequences, ``runs`` engine output into
+text, ``answers`` and ``delivery`` text into responses, ``disagg`` speaks ``disaggregated_params``, and ``membership``
+tells the mesh about the worker.
 """

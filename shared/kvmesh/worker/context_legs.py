@@ -28,6 +28,7 @@ class ContextLegs:
     def __init__(self) -> None:
         self._legs: OrderedDict[int, _Leg] = OrderedDict()
         self.transfers = OpenTransfers()
+        self._orphaned = 0
 
     def remember(self, transfer_id: int, request_id: str, router: str | None) -> None:
         """A leg begins."""
@@ -56,4 +57,9 @@ class ContextLegs:
             for transfer_id, leg in self._legs.items()
             if leg.router == router and not self.transfers.has_reader(transfer_id)
         ]
+        self._orphaned += len(orphans)
         return [self._legs.pop(transfer_id).request_id for transfer_id in orphans]
+
+    def statistics(self) -> dict[str, float]:
+        """Prompts that nobody has read yet, and how many were given up because their router was gone."""
+        return {"unread": len(self.transfers), "orphaned_total": self._orphaned}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
 import uuid
-from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -16,34 +14,31 @@ from anyio.abc import TaskGroup, TaskStatus
 from opentelemetry.trace import SpanKind
 
 from kvmesh.config import WorkerSettings
-from kvmesh.engine.client import EngineClient
 from kvmesh.models.store import resolve_model
 from kvmesh.models.tokenizer import Tokenizer
 from kvmesh.net.auth import ApiKeys
 from kvmesh.net.discovery import CoordinatorClient
 from kvmesh.net.http import OPEN_PATHS, REQUEST_ID, ROUTER_HEADER, api_key_middleware, json_response, read_json
 from kvmesh.net.service import Health, Service
-from kvmesh.protocol.engine import Generate
 from kvmesh.protocol.errors import ApiError, unavailable
-from kvmesh.protocol.members import Load, MemberEvent
+from kvmesh.protocol.members import Load
 from kvmesh.protocol.openai.requests import ApiKind, decode_request
-from kvmesh.protocol.openai.responses import encode
 from kvmesh.protocol.openai.service import ModelCard, ModelList
-from kvmesh.protocol.openai.sse import SSE_HEADERS, error_event
-from kvmesh.protocol.ranks import rank_instance_ids
-from kvmesh.protocol.sampling import SamplingParams
 from kvmesh.protocol.version import package_version
 from kvmesh.telemetry import get_logger
 from kvmesh.telemetry.tracing import Tracing
 from kvmesh.worker.answers import Answerer
 from kvmesh.worker.context_legs import ContextLegs
 from kvmesh.worker.conversations import ActiveConversations
+from kvmesh.worker.delivery import deliver_stream, deliver_whole
 from kvmesh.worker.engine_metrics import collect_engines, expose_world_size
 from kvmesh.worker.facts import load_of, member_of, server_info, stats_body
 from kvmesh.worker.kv_events import KvEventsRoute
+from kvmesh.worker.membership import join_mesh
 from kvmesh.worker.observations import Observations
-from kvmesh.worker.plans import ModelFacts, Plan, Planner
+from kvmesh.worker.plans import ModelFacts, Planner
 from kvmesh.worker.preflight import check_model
+from kvmesh.worker.probes import generate_probe
 from kvmesh.worker.ranks import EngineGroup
 
 __all__ = ["WorkerFailedError", "WorkerService"]
@@ -51,9 +46,6 @@ __all__ = ["WorkerFailedError", "WorkerService"]
 HEALTH_TIMEOUT_S = 10.0
 """Longest step after which the executor must have answered a ping: a full prefill chunk on one slow core."""
 LOOP_CHECK_S = 2.0
-PROBE_TIMEOUT_S = 30.0
-FAREWELL_S = 2.0
-"""How long a client may take to read the end of its stream."""
 FAILURE_GRACE_S = 1.0
 """Between a failure and the end of the process: time for the failed requests' answers to leave."""
 
@@ -100,7 +92,6 @@ class WorkerService(Service):
         self._context_legs = ContextLegs()
         self._conversations = ActiveConversations()
         self._kv_events = KvEventsRoute()
-        self._orphaned_legs = 0
         self._healthy = True
         self._failure: str | None = None
         self._failed = anyio.Event()
@@ -112,7 +103,7 @@ class WorkerService(Service):
             self.settings.dp_size,
             lambda rank: None if self._engine is None else self._engine.engines[rank].stats,
         )
-        self.metrics.collect_statistics("kvmesh_worker_legs", self._leg_statistics)
+        self.metrics.collect_statistics("kvmesh_worker_legs", self._context_legs.statistics)
         routes = self.app.router
         routes.add_post("/v1/completions", self._completions)
         routes.add_post("/v1/chat/completions", self._chat)
@@ -140,7 +131,11 @@ class WorkerService(Service):
         endpoints = [rank.ctx_info_endpoint for rank in ranks]
         self._answerer = Answerer(tokenizer, endpoints, self._observations.delta)
         if settings.coordinator_url is not None:
-            await self._join(tasks, settings.coordinator_url, url, engine)
+            member = member_of(settings, self._facts.name, ranks, epoch=engine.epoch, url=url)
+            self._coordinator = await join_mesh(
+                tasks, settings.coordinator_url, member, engine, self._context_legs, load=self.load, fail=self._fail
+            )
+            self.metrics.collect_statistics("kvmesh_worker", self._coordinator.statistics)
         engine.on_ledger(self._context_legs.note)
         self._engine = engine
         tasks.start_soon(self._watch_engine, engine)
@@ -208,43 +203,6 @@ class WorkerService(Service):
         """What this worker tells the others with each heartbeat."""
         return Load() if self._engine is None else load_of(self._engine.stats, healthy=self._healthy)
 
-    async def _join(self, tasks: TaskGroup, coordinator_url: str, url: str, engine: EngineGroup) -> None:
-        coordinator = CoordinatorClient(coordinator_url)
-        await coordinator.start(tasks)
-        coordinator.subscribe(self._on_member_event(engine))
-        engine.on_ledger(coordinator.report)
-        self.metrics.collect_statistics("kvmesh_worker", coordinator.statistics)
-        # Peers have forgotten what an older life gave out; only a new engine signs with a new epoch.
-        coordinator.announce(
-            member_of(self.settings, self._facts.name, engine.ranks, epoch=engine.epoch, url=url),
-            self.load,
-            on_epoch=lambda epoch: self._fail(f"the mesh took this worker for dead; its next life is epoch {epoch}"),
-            on_fenced=lambda: self._fail("a newer process has taken this instance id"),
-        )
-        self._coordinator = coordinator
-
-    def _on_member_event(self, engine: EngineGroup) -> Any:
-        def hear(event: MemberEvent) -> None:
-            member = event.member
-            if event.kind not in ("dead", "left") or member.instance_id == self.instance_id:
-                return
-            if member.role == "router":
-                self._give_up_legs_of(member.instance_id, engine)
-                return
-            for peer in rank_instance_ids(member.instance_id, member.dp_size):
-                engine.peer_dead(peer, member.epoch)
-
-        return hear
-
-    def _give_up_legs_of(self, router: str, engine: EngineGroup) -> None:
-        """A router is gone: nobody will be sent for what it had prefilled here."""
-        orphans = self._context_legs.take_orphans(router)
-        for request_id in orphans:
-            engine.abort(request_id)
-        self._orphaned_legs += len(orphans)
-        if orphans:
-            _log.warning("a router is gone; its prompts are given up", router=router, prompts=len(orphans))
-
     async def _host_engine(self, *, task_status: TaskStatus[EngineGroup]) -> None:
         """Own the engines from launch to end, in one task as their task group demands."""
         self._engine_gone = gone = anyio.Event()
@@ -305,49 +263,10 @@ class WorkerService(Service):
             try:
                 with self._conversations.turn(plan):
                     if body.stream:
-                        return await self._stream(request, plan, self._answerer)
-                    return await self._whole(plan, self._answerer)
+                        return await deliver_stream(request, plan, self._answerer, self.settings.request_timeout_s)
+                    return await deliver_whole(plan, self._answerer, self.settings.request_timeout_s)
             finally:
                 self._observations.ended(plan, context)
-
-    async def _whole(self, plan: Plan, answerer: Answerer) -> web.Response:
-        with anyio.move_on_after(self.settings.request_timeout_s):
-            return web.Response(body=encode(await answerer.whole(plan)), content_type="application/json")
-        raise self._too_late()
-
-    async def _stream(self, request: web.Request, plan: Plan, answerer: Answerer) -> web.StreamResponse:
-        response = web.StreamResponse(headers=SSE_HEADERS)
-        failure: ApiError | None = None
-        with anyio.move_on_after(self.settings.request_timeout_s) as scope:
-            async with contextlib.aclosing(answerer.events(plan)) as events:  # type: ignore[type-var]
-                # The status line waits for the first event: a request that fails before it still gets a status.
-                first = await anext(events)
-                await response.prepare(request)
-                try:
-                    await response.write(first)
-                    async for event in events:
-                        await response.write(event)
-                except ApiError as error:
-                    failure = error
-        if scope.cancelled_caught:
-            failure = self._too_late()
-            if not response.prepared:
-                raise failure
-        with anyio.move_on_after(FAREWELL_S) as farewell:
-            if failure is not None:
-                await response.write(error_event(failure))
-            await response.write_eof()
-        if farewell.cancelled_caught and request.transport is not None:
-            request.transport.abort()  # the client does not read
-        return response
-
-    def _too_late(self) -> ApiError:
-        return ApiError(
-            504,
-            f"The request was not finished within {self.settings.request_timeout_s:g} s; ask for fewer tokens.",
-            type="timeout_error",
-            code="request_timeout",
-        )
 
     async def _abort(self, request: web.Request) -> web.Response:
         body = await read_json(request, _AbortRequest)
@@ -367,7 +286,7 @@ class WorkerService(Service):
         """Really generate one token, on every rank."""
         engine = self._running_engine()
         started_s = time.perf_counter()
-        tokens = sum(await engine.of_all(_generated_by))
+        tokens = sum(await engine.of_all(generate_probe))
         return json_response({"status": "ok", "tokens": tokens, "seconds": time.perf_counter() - started_s})
 
     async def _server_info(self, _request: web.Request) -> web.Response:
@@ -390,33 +309,7 @@ class WorkerService(Service):
     async def _kv_cache_events(self, request: web.Request) -> web.StreamResponse:
         return await self._kv_events.answer(request, self._running_engine())
 
-    def _leg_statistics(self) -> dict[str, float]:
-        return {"unread": len(self._context_legs.transfers), "orphaned_total": self._orphaned_legs}
-
     def _running_engine(self) -> EngineGroup:
         if self._engine is None:
             raise unavailable("The engine is still loading; try again in a moment.", code="loading", retry_after_s=2)
         return self._engine
-
-
-async def _generated_by(engine: EngineClient) -> int:
-    """Tokens that an engine has just generated for a probe.
-
-    Raises:
-        ApiError: 503, none within the time for it, or the engine is gone.
-    """
-    probe = Generate(
-        request_id=f"health-{uuid.uuid4().hex}",
-        prompt_token_ids=bytes(4),
-        sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
-        deadline_s=PROBE_TIMEOUT_S,
-        probe=True,
-    )
-    tokens = 0
-    with anyio.move_on_after(PROBE_TIMEOUT_S):
-        async with contextlib.aclosing(engine.generate(probe)) as outputs:
-            async for output in outputs:
-                tokens += len(output.token_ids)
-    if not tokens:
-        raise unavailable(f"The engine has not generated a token within {PROBE_TIMEOUT_S:g} s.", code="engine_busy")
-    return tokens
