@@ -24,7 +24,7 @@ class CacheTransceiverConfig(StrictModel):
     """Runtime implementation: ``PYTHON`` moves pages one-sidedly, ``CPP`` (the same as None) goes through a staging
     buffer; ``auto`` takes the model's preference, else PYTHON unless this configuration rules it out. Decided on each
     server by itself: keep context and generation configurations equal."""
-    max_tokens_in_buffer: int | None = None
+    max_tokens_in_buffer: Annotated[int, Field(gt=0)] | None = None
     """Capacity of the staging buffer in tokens; should be at least the longest prompt. Not used by the PYTHON
     runtime."""
     kv_transfer_timeout_ms: Annotated[int, Field(gt=0)] | None = 60_000

@@ -105,6 +105,8 @@ def resolve(config: CacheTransceiverConfig, environment: Mapping[str, str], fact
         return None
     backend, backend_warnings = resolve_backend(config, environment, facts)
     runtime, runtime_warnings = resolve_runtime(config, environment, facts, backend)
+    if runtime == "CPP" and facts.pool_device == "cuda":
+        raise TransceiverConfigError(_cuda_obstacle(config, backend, facts))
     if backend not in facts.installed:
         library = LIBRARIES[backend]
         raise TransceiverConfigError(
@@ -205,6 +207,20 @@ def _python_obstacle(config: CacheTransceiverConfig, backend: BackendName) -> st
     if config.kv_transfer_timeout_ms is None:
         return "the Python transceiver requires a finite kv_transfer_timeout_ms"
     return None
+
+
+def _cuda_obstacle(config: CacheTransceiverConfig, backend: BackendName, facts: ServerFacts) -> str:
+    """Why a server with CUDA pools comes to the CPP runtime, which cannot read them, and what to change."""
+    if config.transceiver_runtime != "auto":
+        cause = f"is {'unset, which means CPP' if config.transceiver_runtime is None else 'CPP'}"
+    elif facts.model_runtime == "CPP":
+        cause = "is auto, and the model asks for CPP"
+    else:
+        cause = f"is auto and falls back to CPP ({_python_obstacle(config, backend)})"
+    return (
+        f"cache_transceiver_config.transceiver_runtime {cause}: it stages pages in host memory and cannot read CUDA "
+        "pools; set transceiver_runtime: PYTHON, backend: NIXL and a finite kv_transfer_timeout_ms"
+    )
 
 
 def _pipelining_blockers(

@@ -69,6 +69,9 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     prompt_digest: bytes
     """As in a :class:`Ticket`: the owner serves no other prompt."""
     expires_unix_ms: int
+    """By the receiver's clock."""
+    lifetime_ms: int
+    """How long the owner may keep it, from when it came: measured by the owner's own clock."""
     nonce: bytes
     protocol: int = PROTOCOL_VERSION
 

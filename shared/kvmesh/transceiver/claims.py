@@ -13,7 +13,7 @@ import msgspec
 from kvmesh.protocol.disagg import ContextAddress
 from kvmesh.protocol.transfer import Claim
 from kvmesh.protocol.version import PROTOCOL_VERSION
-from kvmesh.transceiver.tickets import MAC_BYTES, MAX_TICKET_BYTES, Signer, TicketError
+from kvmesh.transceiver.tickets import CLOCK_SKEW_MS, MAC_BYTES, MAX_TICKET_BYTES, Signer, TicketError
 from kvmesh.transceiver.types import PeerKey
 
 __all__ = ["check_claim", "open_address", "open_claim", "sign"]
@@ -59,7 +59,7 @@ def check_claim(claim: Claim, *, transfer_id: int, owner: PeerKey, receiver: Pee
         transfer_id: the transfer that it is presented for.
         owner: this engine.
         receiver: who presents it, as it has introduced itself.
-        now_unix_ms: the present; None where it does not matter whether the claim has expired.
+        now_unix_ms: the present by this engine's clock, which may be :data:`CLOCK_SKEW_MS` from the receiver's; None where it does not matter whether the claim has expired.
 
     Raises:
         TicketError: ``claim_protocol``, ``claim_mismatch``, ``claim_foreign``, ``claim_stale_epoch`` or
@@ -85,9 +85,13 @@ def check_claim(claim: Claim, *, transfer_id: int, owner: PeerKey, receiver: Pee
             "claim_stale_epoch",
             f"the claim is to epoch {claim.owner_epoch} of {owner.instance_id}, which is now at epoch {owner.epoch}",
         )
-    if now_unix_ms is not None and now_unix_ms >= claim.expires_unix_ms:
+    if now_unix_ms is not None and now_unix_ms >= claim.expires_unix_ms + CLOCK_SKEW_MS:
         late_ms = now_unix_ms - claim.expires_unix_ms
-        raise TicketError("claim_expired", f"the claim to transfer {transfer_id} expired {late_ms} ms ago")
+        raise TicketError(
+            "claim_expired",
+            f"the claim to transfer {transfer_id} expired {late_ms} ms ago by the clock of {owner.instance_id}; "
+            "are the clocks of both hosts right?",
+        )
 
 
 def _open(signer: Signer, token: bytes, kind: type[T], code: str, what: str) -> T:

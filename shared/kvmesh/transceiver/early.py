@@ -52,8 +52,7 @@ class EarlyRequests:
         """Keep a request; there must be room, and none of its transfer."""
         assert not self.is_full
         assert request.transfer_id not in self._waiting
-        now_ms = self._clock.unix_ns() / 1e6
-        keep_s = min(self._retention_s, max(0.0, claim.expires_unix_ms - now_ms) / 1e3)
+        keep_s = min(self._retention_s, max(0, claim.lifetime_ms) / 1e3)
         self._waiting[request.transfer_id] = EarlyRequest(peer, request, claim, self._clock.monotonic_s() + keep_s)
 
     def take(self, transfer_id: int) -> EarlyRequest | None:

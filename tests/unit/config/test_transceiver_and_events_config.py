@@ -25,9 +25,15 @@ def test_transceiver_defaults_are_the_seeds() -> None:
 
 
 @pytest.mark.parametrize(
-    "field", ["kv_transfer_timeout_ms", "kv_transfer_sender_future_timeout_ms", "kv_transfer_poll_interval_ms"]
+    "field",
+    [
+        "max_tokens_in_buffer",
+        "kv_transfer_timeout_ms",
+        "kv_transfer_sender_future_timeout_ms",
+        "kv_transfer_poll_interval_ms",
+    ],
 )
-def test_timeouts_are_positive_or_none(field: str) -> None:
+def test_whole_numbers_are_positive_or_none(field: str) -> None:
     """§2b CHECKs."""
     for wrong in (0, -1):
         with pytest.raises(ValidationError, match=field):

@@ -24,7 +24,7 @@ def config(backend: str | None = "DEFAULT", runtime: str | None = "auto", **fiel
     return CacheTransceiverConfig(backend=backend, transceiver_runtime=runtime, **fields)  # type: ignore[arg-type]
 
 
-def decide(settings: CacheTransceiverConfig, facts: ServerFacts = CUDA, **environment: str) -> Resolved:
+def decide(settings: CacheTransceiverConfig, facts: ServerFacts = CPU, **environment: str) -> Resolved:
     resolved = resolve(settings, environment, facts)
     assert resolved is not None
     return resolved
@@ -39,7 +39,7 @@ def test_no_backend_turns_the_transceiver_off() -> None:
     [
         (CUDA, {}, "NIXL"),
         (CPU, {}, "BUILTIN"),
-        (CUDA, {UCX: "1"}, "UCX"),
+        (CPU, {UCX: "1"}, "UCX"),
         (CUDA, {NIXL: "1", UCX: "1"}, "NIXL"),
         (CPU, {NIXL: "1"}, "NIXL"),
         (CPU, {MOONCAKE: "1", MPI: "1"}, "MOONCAKE"),
@@ -75,11 +75,11 @@ def test_several_selectors_are_ambiguous_only_with_inflight_cancel() -> None:
     [
         (config(), CUDA, "PYTHON"),
         (config(), CPU, "PYTHON"),
-        (config("UCX"), CUDA, "CPP"),
-        (config("NIXL", kv_transfer_timeout_ms=None), CUDA, "CPP"),
-        (config("NIXL", None), CUDA, "CPP"),
-        (config("NIXL", "CPP"), CUDA, "CPP"),
-        (config("NIXL"), ServerFacts(pool_device="cuda", model_runtime="CPP"), "CPP"),
+        (config("UCX"), CPU, "CPP"),
+        (config("NIXL", kv_transfer_timeout_ms=None), CPU, "CPP"),
+        (config("NIXL", None), CPU, "CPP"),
+        (config("NIXL", "CPP"), CPU, "CPP"),
+        (config("NIXL"), ServerFacts(model_runtime="CPP"), "CPP"),
     ],
 )
 def test_runtime(settings: CacheTransceiverConfig, facts: ServerFacts, runtime: str) -> None:
@@ -113,13 +113,34 @@ def test_rejections(
         decide(settings, facts, **environment)
 
 
+@pytest.mark.parametrize(
+    ("settings", "model_runtime", "cause"),
+    [
+        (config("NIXL", "CPP"), None, "transceiver_runtime is CPP: "),
+        (config("NIXL", None), None, "transceiver_runtime is unset, which means CPP: "),
+        (config("UCX"), None, r"is auto and falls back to CPP \(the Python transceiver .*not UCX\)"),
+        (config("MPI"), None, r"is auto and falls back to CPP \(.*not MPI\)"),
+        (config("NIXL", kv_transfer_timeout_ms=None), None, r"falls back to CPP \(.*finite kv_transfer_timeout_ms\)"),
+        (config("NIXL"), "CPP", "is auto, and the model asks for CPP"),
+    ],
+)
+def test_staging_of_cuda_pools_is_refused_before_there_is_any_memory(
+    settings: CacheTransceiverConfig, model_runtime: Any, cause: str
+) -> None:
+    facts = ServerFacts(pool_device="cuda", model_runtime=model_runtime)
+    with pytest.raises(
+        TransceiverConfigError, match=f"{cause}.*cannot read CUDA pools; set transceiver_runtime: PYTHON"
+    ):
+        decide(settings, facts)
+
+
 def test_a_missing_library_names_the_extra_and_nothing_takes_its_place() -> None:
     nothing = frozenset({"BUILTIN"})
     for settings, device, extra in [
         (config("NIXL"), "cpu", "engine"),
         (config(), "cuda", "engine"),
         (config("UCX"), "cpu", "ucx"),
-        (config("MOONCAKE"), "cuda", "mooncake"),
+        (config("MOONCAKE"), "cpu", "mooncake"),
         (config("MPI"), "cpu", "mpi"),
     ]:
         with pytest.raises(TransceiverConfigError, match=rf"pip install 'kvmesh\[{extra}\]'"):

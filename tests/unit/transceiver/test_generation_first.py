@@ -17,7 +17,7 @@ from kvmesh.transceiver.claims import sign
 from kvmesh.transceiver.slices import BlockSpan
 from kvmesh.transceiver.states import SessionState
 from kvmesh.transceiver.table import DuplicateTransferError
-from kvmesh.transceiver.tickets import Signer, TicketError
+from kvmesh.transceiver.tickets import CLOCK_SKEW_MS, Signer, TicketError
 from kvmesh.transceiver.workers import WorkerBusyError
 
 Wire = Any
@@ -213,6 +213,7 @@ def claim_of(wire: Wire, **changes: Any) -> Claim:
         "num_tokens": TOKENS,
         "prompt_digest": DIGEST,
         "expires_unix_ms": wire.context.now_unix_ms() + 60_000,
+        "lifetime_ms": 60_000,
         "nonce": b"n" * 16,
     }
     return Claim(**{**fields, **changes})
@@ -253,6 +254,31 @@ def test_claims_that_are_refused(wire: Wire, early: SimpleNamespace, changes: di
     assert wire.sender.early.take_claimed() == [7]
     wire.sender.cancel(7)
     early.over(wire)
+
+
+@pytest.mark.parametrize("skew_ms", [-CLOCK_SKEW_MS + 1, -61_000, 61_000, CLOCK_SKEW_MS])
+def test_clocks_of_two_hosts_may_differ(wire: Wire, early: SimpleNamespace, skew_ms: int) -> None:
+    """The receiver's clock is ``skew_ms`` ahead; its claim is kept as long as it says, and serves once."""
+    early.claim(wire)
+    wire.deliver_to_generation()
+    [request] = wire.to_context
+    expires_ms = wire.context.now_unix_ms() + 60_000 + skew_ms
+    claim = sign(Signer(b"cluster secret of these tests", "claim"), claim_of(wire, expires_unix_ms=expires_ms))
+    wire.to_context[0] = msgspec.structs.replace(request, claim=claim)
+    wire.pump()
+    assert 7 in wire.sender.early.early
+    wire.clock.advance(59)
+    wire.sender.poll(0)
+    assert 7 in wire.sender.early.early
+    # A second copy is known for one as long as a claim could pass.
+    copy = Claim(
+        **{name: getattr(claim_of(wire, expires_unix_ms=expires_ms), name) for name in Claim.__struct_fields__}
+    )
+    with pytest.raises(TicketError, match="was already used"):
+        wire.sender.early._spent.spend(copy, expires_ms + CLOCK_SKEW_MS - 1)
+    wire.clock.advance(1)
+    wire.sender.poll(0)
+    assert 7 not in wire.sender.early.early
 
 
 def test_a_claim_serves_once(pull: Wire, early: SimpleNamespace) -> None:

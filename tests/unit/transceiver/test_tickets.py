@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvmesh.protocol.transfer import Ticket
-from kvmesh.transceiver.tickets import MAX_TICKET_BYTES, Signer, SpentNonces, TicketError, check_ticket
+from kvmesh.transceiver.tickets import CLOCK_SKEW_MS, MAX_TICKET_BYTES, Signer, SpentNonces, TicketError, check_ticket
 from kvmesh.transceiver.types import PeerKey
 
 NOW_MS = 1_700_000_000_000
@@ -93,6 +93,15 @@ def test_what_a_signature_does_not_say(changes: dict[str, Any], code: str) -> No
 def test_a_good_ticket_passes_at_both_ends() -> None:
     check_ticket(ticket(), transfer_id=42, now_unix_ms=NOW_MS, owner=OWNER)
     check_ticket(ticket(owner_epoch=9), transfer_id=42, now_unix_ms=NOW_MS)
+
+
+def test_a_receiver_allows_for_the_clock_of_another_host_and_the_owner_judges_its_own_ticket_exactly() -> None:
+    late = ticket(expires_unix_ms=NOW_MS - CLOCK_SKEW_MS + 1)
+    check_ticket(late, transfer_id=42, now_unix_ms=NOW_MS)
+    with pytest.raises(TicketError, match="by this host's clock; are the clocks of both hosts right"):
+        check_ticket(late, transfer_id=42, now_unix_ms=NOW_MS + 1)
+    with pytest.raises(TicketError, match="ticket_expired|expired"):
+        check_ticket(ticket(expires_unix_ms=NOW_MS), transfer_id=42, now_unix_ms=NOW_MS, owner=OWNER)
 
 
 def test_a_ticket_is_used_once() -> None:
