@@ -59,7 +59,8 @@ def check_claim(claim: Claim, *, transfer_id: int, owner: PeerKey, receiver: Pee
         transfer_id: the transfer that it is presented for.
         owner: this engine.
         receiver: who presents it, as it has introduced itself.
-        now_unix_ms: the present by this engine's clock, which may be :data:`CLOCK_SKEW_MS` from the receiver's; None where it does not matter whether the claim has expired.
+        now_unix_ms: the present by this engine's clock, which may be :data:`CLOCK_SKEW_MS` from the receiver's; None
+            where it does not matter whether the claim has expired.
 
     Raises:
         TicketError: ``claim_protocol``, ``claim_mismatch``, ``claim_foreign``, ``claim_stale_epoch`` or

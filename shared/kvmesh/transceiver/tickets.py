@@ -36,8 +36,8 @@ MAX_HOST_LENGTH = 253
 """Far above any real ticket; bounds what an unauthenticated peer can make us hash and decode."""
 NONCE_BYTES = 16
 CLOCK_SKEW_MS = 300_000
-"""How far the clocks of two hosts may be apart: 5 minutes, as in Kerberos (RFC 4120, section 5.6). Each engine judges what
-it signed itself by its own clock, exactly.
+"""How far the clocks of two hosts may be apart: 5 minutes, as in Kerberos (RFC 4120, section 5.6). Each engine judges
+what it signed itself by its own clock, exactly.
 """
 MAX_SPENT_NONCES = 65_536
 NEVER_UNIX_MS = (1 << 63) - 1

@@ -128,9 +128,7 @@ def test_staging_of_cuda_pools_is_refused_before_there_is_any_memory(
     settings: CacheTransceiverConfig, model_runtime: Any, cause: str
 ) -> None:
     facts = ServerFacts(pool_device="cuda", model_runtime=model_runtime)
-    with pytest.raises(
-        TransceiverConfigError, match=f"{cause}.*cannot read CUDA pools; set transceiver_runtime: PYTHON"
-    ):
+    with pytest.raises(TransceiverConfigError, match=f"{cause}.*cannot read CUDA pools; set .*: PYTHON"):
         decide(settings, facts)
 
 
