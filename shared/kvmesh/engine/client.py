@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
 import time
 from collections import deque
@@ -15,34 +13,28 @@ import anyio.abc
 import msgspec
 import zmq
 import zmq.asyncio
-from anyio.streams.memory import MemoryObjectSendStream
 
 from kvmesh.config import WorkerSettings
 from kvmesh.engine.exits import how_it_ended
+from kvmesh.engine.inbox import Answer, EngineInbox
 from kvmesh.engine.launching import Launch, plan_launch
 from kvmesh.engine.rendezvous import rendezvous
-from kvmesh.engine.stream import EngineDeadError, StreamItem, TokenStream
+from kvmesh.engine.stream import EngineDeadError, TokenStream
 from kvmesh.protocol.cache_report import IterationRecord
 from kvmesh.protocol.engine import (
     Abort,
     DrainKvEvents,
-    EngineFailed,
     EngineReady,
     EngineStats,
     FromEngine,
     Generate,
-    IterationRecords,
     KvEventsDrained,
-    LedgerUpdate,
     PeerDead,
     Ping,
     Pong,
-    RequestFailed,
     Shutdown,
     ToEngine,
-    TokenBatch,
 )
-from kvmesh.protocol.errors import ApiError, unavailable
 from kvmesh.protocol.ranks import ALONE, DpSeat
 from kvmesh.protocol.transfer import LedgerEvent
 from kvmesh.telemetry import get_logger
@@ -51,9 +43,6 @@ __all__ = ["EngineClient", "EngineDeadError", "EngineRefusedError", "EngineStart
 
 STARTUP_TIMEOUT_S = 300.0
 """Bound of loading a model; a download happens before, in the front."""
-
-MAX_ITERATION_RECORDS = 1000
-"""Kept until somebody drains them; the oldest go first."""
 
 STOP_GRACE_S = 5.0
 """Time for an engine to leave by itself before it is killed."""
@@ -79,9 +68,6 @@ class EngineClient:
 
     Attributes:
         epoch: of this life of the engine: later ones have larger numbers.
-        ready: facts about the engine, fixed once it serves.
-        stats: the latest statistics.
-        iterations: what iterations did, oldest first; whoever tells it takes it out.
     """
 
     def __init__(self, socket: zmq.asyncio.Socket, process: anyio.abc.Process, epoch: int, launch: Launch) -> None:
@@ -91,19 +77,11 @@ class EngineClient:
         self._process = process
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-        self._streams: dict[str, MemoryObjectSendStream[StreamItem]] = {}
-        self._answers: dict[int, MemoryObjectSendStream[Pong | KvEventsDrained | EngineDeadError]] = {}
-        self._sequence = itertools.count(1)
-        self._ledger_callbacks: list[Callable[[list[LedgerEvent]], None]] = []
-        self._started = anyio.Event()
+        self._inbox = EngineInbox()
         self._ended = anyio.Event()
         self._died = anyio.Event()
         self._leaving = False
         self._dead_reason: str | None = None
-        self._failure: str | None = None
-        self._ready: EngineReady | None = None
-        self.stats = EngineStats()
-        self.iterations: deque[IterationRecord] = deque(maxlen=MAX_ITERATION_RECORDS)
 
     @classmethod
     @asynccontextmanager
@@ -168,13 +146,23 @@ class EngineClient:
     @property
     def ready(self) -> EngineReady:
         """Facts about the engine."""
-        assert self._ready is not None, "launch() yields only after the engine is ready"
-        return self._ready
+        assert self._inbox.ready is not None, "launch() yields only after the engine is ready"
+        return self._inbox.ready
+
+    @property
+    def stats(self) -> EngineStats:
+        """The latest statistics."""
+        return self._inbox.stats
+
+    @property
+    def iterations(self) -> deque[IterationRecord]:
+        """What iterations did, oldest first; whoever tells it takes it out."""
+        return self._inbox.iterations
 
     @property
     def under_way(self) -> int:
         """Sequences whose outputs somebody waits for."""
-        return len(self._streams)
+        return self._inbox.open_streams
 
     @property
     def alive(self) -> bool:
@@ -194,17 +182,13 @@ class EngineClient:
             ApiError: 400, a sequence with this id is under way.
         """
         self._check_alive()
-        if request.request_id in self._streams:
-            raise ApiError(400, f"Request id {request.request_id!r} is already in use.", code="duplicate_request_id")
-        sender, receiver = anyio.create_memory_object_stream[StreamItem](math.inf)
-        self._streams[request.request_id] = sender
+        receiver = self._inbox.open(request.request_id)
         self._send(request)
         return TokenStream(self.abort, request.request_id, receiver)
 
     def abort(self, request_id: str) -> None:
         """Stop a sequence, or the transfer that a finished context request left behind. Unknown ids are ignored."""
-        if (stream := self._streams.pop(request_id, None)) is not None:
-            stream.close()
+        self._inbox.drop(request_id)
         if self.alive:
             self._send(Abort(request_id))
 
@@ -239,7 +223,7 @@ class EngineClient:
 
     def on_ledger(self, callback: Callable[[list[LedgerEvent]], None]) -> None:
         """Call ``callback`` with every batch of ledger entries; it must not block."""
-        self._ledger_callbacks.append(callback)
+        self._inbox.on_ledger(callback)
 
     async def drain(self, drain_s: float) -> None:
         """Let the engine finish what runs, refuse what is new, and leave; waits at most ``drain_s`` and a grace."""
@@ -249,24 +233,9 @@ class EngineClient:
         with anyio.move_on_after(drain_s + STOP_GRACE_S):
             await self._ended.wait()
 
-    async def _ask(self, question: Callable[[int], Ping | DrainKvEvents], timeout_s: float) -> Pong | KvEventsDrained:
+    async def _ask(self, question: Callable[[int], Ping | DrainKvEvents], timeout_s: float) -> Answer:
         self._check_alive()
-        sequence = next(self._sequence)
-        sender, receiver = anyio.create_memory_object_stream[Pong | KvEventsDrained | EngineDeadError](1)
-        self._answers[sequence] = sender
-        self._send(question(sequence))
-        try:
-            with anyio.fail_after(timeout_s):
-                answer = await receiver.receive()
-        except TimeoutError:
-            raise unavailable(f"The engine has not answered for {timeout_s:g} s.", code="engine_stalled") from None
-        finally:
-            self._answers.pop(sequence, None)
-            sender.close()
-            receiver.close()
-        if isinstance(answer, EngineDeadError):
-            raise answer
-        return answer
+        return await self._inbox.ask(lambda sequence: self._send(question(sequence)), timeout_s)
 
     def _check_alive(self) -> None:
         if self._dead_reason is not None:
@@ -285,78 +254,31 @@ class EngineClient:
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
             pass  # It died before reading; the watcher says so.
         with anyio.move_on_after(timeout_s):
-            await self._started.wait()
-        if self._failure is not None:
-            raise EngineRefusedError(self._failure)
+            await self._inbox.started.wait()
+        if self._inbox.failure is not None:
+            raise EngineRefusedError(self._inbox.failure)
         if self._dead_reason is not None:
             raise EngineStartError(self._dead_reason)
-        if self._ready is None:
+        if self._inbox.ready is None:
             raise EngineStartError(f"the engine was not ready within {timeout_s:g} s")
 
     async def _watch(self) -> None:
         code = self._launch.exit_code(await self._process.wait())
         reason = how_it_ended(code)
         self._dead_reason = f"The engine process has ended ({reason})."
-        if self._streams:
-            _log.error("engine died", reason=reason, requests=len(self._streams))
-        for stream in self._streams.values():
-            stream.send_nowait(EngineDeadError(self._dead_reason))
-            stream.close()
-        self._streams.clear()
-        for answer in self._answers.values():
-            answer.send_nowait(EngineDeadError(self._dead_reason))
-        self._answers.clear()
-        self._started.set()
+        if self._inbox.open_streams:
+            _log.error("engine died", reason=reason, requests=self._inbox.open_streams)
+        self._inbox.fail_all(self._dead_reason)
         self._ended.set()
         if not self._leaving:
             self._died.set()
 
     async def _receive(self) -> None:
         while True:
-            self._take(self._decoder.decode(await self._socket.recv()))
-
-    def _take(self, message: FromEngine) -> None:
-        match message:
-            case TokenBatch():
-                for output in message.outputs:
-                    self._deliver(output.request_id, output, last=output.finish_reason is not None)
-            case RequestFailed():
-                self._deliver(message.request_id, _error_of(message), last=True)
-            case EngineStats():
-                self.stats = message
-            case IterationRecords():
-                self.iterations.extend(message.records)
-            case LedgerUpdate():
-                for callback in self._ledger_callbacks:
-                    callback(message.events)
-            case Pong() | KvEventsDrained():
-                if (answer := self._answers.pop(message.sequence, None)) is not None:
-                    answer.send_nowait(message)
-            case EngineReady():
-                self._ready = message
-                self._started.set()
-            case EngineFailed():
-                self._failure = message.message
-                self._started.set()
-
-    def _deliver(self, request_id: str, item: StreamItem, *, last: bool) -> None:
-        stream = self._streams.get(request_id)
-        if stream is None:
-            return  # Its reader has left.
-        if last:
-            del self._streams[request_id]
-        stream.send_nowait(item)
-        if last:
-            stream.close()
+            self._inbox.take(self._decoder.decode(await self._socket.recv()))
 
     async def _reap(self) -> None:
         if self._process.returncode is None:
             self._process.kill()
         await self._process.wait()
         await self._process.aclose()
-
-
-def _error_of(message: RequestFailed) -> ApiError:
-    return ApiError(
-        message.status, message.message, type=message.error_type, code=message.code, retry_after_s=message.retry_after_s
-    )
