@@ -1,4 +1,4 @@
-"""Channels in processes of their own, driven by a test: ``python channel_peers.py SOCKET BACKEND NAME`` is a child."""
+"""Channels in processes of their own, driven by a test."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
+
+from forked import PROCESSES
 
 from kvmesh.transceiver.channels.base import Region
 from kvmesh.transceiver.channels.factory import create_channel
@@ -60,6 +62,37 @@ def why_not(backend: str) -> str | None:
     return None
 
 
+class _Forked:
+    """A process that :func:`main` runs in, with the methods of ``subprocess.Popen`` that are used here."""
+
+    def __init__(self, argv: list[str]) -> None:
+        self._process = PROCESSES.Process(target=main, args=(argv,))
+        self._process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if (status := self._process.exitcode) is None:
+            raise subprocess.TimeoutExpired("a forked process", timeout)
+        return status
+
+
+def _under_mpiexec(argv: list[str]) -> subprocess.Popen[bytes]:
+    from kvmesh.engine.launching import MPIEXEC_OPTIONS, find_mpiexec
+
+    command = [str(find_mpiexec()), *MPIEXEC_OPTIONS, sys.executable, __file__, *argv]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL)
+
+
 class ChannelPeer:
     """One engine's channel in a child process.
 
@@ -76,18 +109,16 @@ class ChannelPeer:
         *,
         epoch: int = 1,
         region_bytes: int = REGION_BYTES,
-        **env: str,
     ) -> None:
         self.key = PeerKey(name, epoch)
         self.region_bytes = region_bytes
         self._directory = tempfile.TemporaryDirectory(prefix="kvm-ch-")
         path = str(Path(self._directory.name) / "s")
         with Listener(path) as listener:
-            from kvmesh.engine.launching import MPIEXEC_OPTIONS, find_mpiexec
-
-            prefix = [str(find_mpiexec()), *MPIEXEC_OPTIONS] if backend == "mpi" else []
-            argv = [*prefix, sys.executable, __file__, path, backend, str(self.key), str(region_bytes)]
-            self.process = subprocess.Popen(argv, env={**os.environ, **env}, stdin=subprocess.DEVNULL)
+            argv = [path, backend, str(self.key), str(region_bytes)]
+            self.process: _Forked | subprocess.Popen[bytes] = (
+                _under_mpiexec(argv) if backend == "mpi" else _Forked(argv)
+            )
             answer: Future[Connection] = Future()
             threading.Thread(target=lambda: answer.set_result(listener.accept()), daemon=True).start()
             deadline_s = time.monotonic() + ANSWER_S
@@ -255,6 +286,12 @@ def _serve(connection: Connection, backend: str, name: str, region_bytes: int) -
     child.channel.close()
 
 
-if __name__ == "__main__":
-    _serve(Client(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]))
+def main(argv: list[str]) -> None:
+    """A child: where its parent listens, the backend, its name, and how large its regions are."""
+    path, backend, name, region_bytes = argv
+    _serve(Client(path), backend, name, int(region_bytes))
     os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import runpy
 import signal
@@ -17,12 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import PROCESSES
 
 from kvmesh.engine.launching import MPIEXEC_OPTIONS, find_mpiexec
-
-# Forked from one process that has loaded the libraries: a start takes milliseconds instead of seconds.
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch", "kvmesh.transceiver"])
 
 SCRIPT = Path(__file__).with_name("engine_process.py")
 ANSWER_TIMEOUT_S = 60.0
