@@ -59,15 +59,3 @@ def client() -> Callable[..., object]:
                     await client.stop()
 
     return start
-
-
-@pytest.fixture
-def until() -> Callable[..., object]:
-    """``await until(condition)``: wait for something that other tasks bring about."""
-
-    async def wait(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-        with anyio.fail_after(timeout_s):
-            while not condition():  # noqa: ASYNC110 - what is waited for has no event
-                await anyio.sleep(0.005)
-
-    return wait

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 import structlog
 from aiohttp import web
+from waiting import until
 
 from kvmesh.net.client import HttpClient
 from kvmesh.net.discovery import CoordinatorClient, StaticMembership
@@ -30,7 +31,7 @@ def ledger_event(transfer_id: int) -> LedgerEvent:
     )
 
 
-async def test_members_find_each_other_and_say_goodbye(coordinator, client, until):
+async def test_members_find_each_other_and_say_goodbye(coordinator, client):
     async with coordinator() as url, client(url) as watcher:
         heard: list[MemberEvent] = []
         watcher.subscribe(heard.append)
@@ -46,7 +47,7 @@ async def test_members_find_each_other_and_say_goodbye(coordinator, client, unti
         assert [event.kind for event in heard] == ["joined", "updated", "left"]
 
 
-async def test_a_silent_member_dies(coordinator, client, until):
+async def test_a_silent_member_dies(coordinator, client):
     async with coordinator() as url, client(url) as watcher:
         heard: list[MemberEvent] = []
         watcher.subscribe(heard.append)
@@ -58,7 +59,7 @@ async def test_a_silent_member_dies(coordinator, client, until):
         await until(lambda: [event.kind for event in heard] == ["joined", "dead"])
 
 
-async def test_a_member_that_was_taken_for_dead_registers_again_as_a_new_life(coordinator, client, until):
+async def test_a_member_that_was_taken_for_dead_registers_again_as_a_new_life(coordinator, client):
     """A worker that stood still longer than its lease: its next heartbeat fails, it comes back under a new epoch."""
     async with coordinator(lease_s=1.5) as url, client(url) as watcher, client(url) as worker, HttpClient() as http:
         heard: list[MemberEvent] = []
@@ -77,7 +78,7 @@ async def test_a_member_that_was_taken_for_dead_registers_again_as_a_new_life(co
         assert worker.epoch > 5
 
 
-async def test_a_second_process_with_the_same_id_fences_the_first(coordinator, client, until):
+async def test_a_second_process_with_the_same_id_fences_the_first(coordinator, client):
     async with coordinator() as url, client(url) as first, client(url) as second:
         fenced: list[bool] = []
         heard: list[MemberEvent] = []
@@ -96,7 +97,7 @@ async def test_a_second_process_with_the_same_id_fences_the_first(coordinator, c
         ]
 
 
-async def test_nobody_is_announced_dead_when_the_coordinator_comes_back_empty(coordinator, client, until, free_port):
+async def test_nobody_is_announced_dead_when_the_coordinator_comes_back_empty(coordinator, client, free_port):
     """Watchers keep everyone through the outage and the grace period; only who stays away is given up."""
     url = f"http://127.0.0.1:{free_port}"
     async with client(url) as watcher, client(url) as worker:
@@ -123,7 +124,7 @@ async def test_nobody_is_announced_dead_when_the_coordinator_comes_back_empty(co
         assert told.count("coordinator is back") == 2, "each client says once that it is back"
 
 
-async def test_a_client_may_start_before_the_coordinator(coordinator, client, until, free_port):
+async def test_a_client_may_start_before_the_coordinator(coordinator, client, free_port):
     url = f"http://127.0.0.1:{free_port}"
     with structlog.testing.capture_logs() as logs:
         async with client(url) as worker:
@@ -137,7 +138,7 @@ async def test_a_client_may_start_before_the_coordinator(coordinator, client, un
                 assert told == ["warning", "info"]
 
 
-async def test_ledger_events_survive_an_outage_in_order(coordinator, client, until, free_port):
+async def test_ledger_events_survive_an_outage_in_order(coordinator, client, free_port):
     url = f"http://127.0.0.1:{free_port}"
     async with client(url, watch=False) as worker, HttpClient() as http:
         worker.report(ledger_event(number) for number in range(1200))
@@ -171,7 +172,7 @@ async def test_announcing_needs_a_started_client_and_happens_once(coordinator, c
             worker.announce(member())
 
 
-async def test_a_client_whose_tasks_were_ended_from_outside_stops_in_silence(coordinator, until):
+async def test_a_client_whose_tasks_were_ended_from_outside_stops_in_silence(coordinator):
     async with coordinator() as url:
         client = CoordinatorClient(url)
         async with anyio.create_task_group() as tasks:
@@ -198,7 +199,7 @@ class _Worker(Service):
         )
 
 
-async def test_static_lists_are_probed(until, monkeypatch):
+async def test_static_lists_are_probed(monkeypatch):
     monkeypatch.setattr("kvmesh.net.discovery_static.PROBE_INTERVAL_S", 0.02)
     heard: list[MemberEvent] = []
     async with anyio.create_task_group() as tasks:

@@ -10,6 +10,7 @@ import anyio
 import pytest
 import structlog
 from etcd_server import EtcdServer, etcd_binary, why_no_etcd
+from waiting import until
 
 from kvmesh.coordinator.app import CoordinatorService
 from kvmesh.coordinator.etcd import EtcdClient, EtcdError, Guard
@@ -108,12 +109,6 @@ async def open_transfers(http: HttpClient, url: str) -> dict[int, int]:
     return {one.transfer_id: one.sides[0].num_pages for one in listed.transfers}
 
 
-async def eventually(condition: Callable[[], Any], timeout_s: float = 15.0) -> None:
-    with anyio.fail_after(timeout_s):
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event
-            await anyio.sleep(0.01)
-
-
 async def crash(service: CoordinatorService) -> None:
     """End as by ``kill -9``: nothing more is written and the lead is not given up."""
     service._succession._lease = 0
@@ -149,9 +144,9 @@ async def test_a_restored_member_that_never_beats_dies_and_its_transfers_are_clo
         await http.call("POST", f"{url}/transfers", dict, body=[event(1)])
         await crash(service)
     async with coordinator(free_port, lease_s=0.6) as (url, service):
-        await eventually(lambda: not service.statistics()["members"])
+        await until(lambda: not service.statistics()["members"])
         assert service.statistics()["ledger_open"] == 0
-        await eventually(lambda: service.statistics()["etcd_pending"] == 0)
+        await until(lambda: service.statistics()["etcd_pending"] == 0)
         assert service.statistics()["etcd_keys"] == 1, "only the epoch that is over is kept"
 
 
@@ -208,7 +203,7 @@ async def test_without_etcd_it_goes_on_from_memory_and_writes_back(coordinator, 
         await register(http, url, member())
         with structlog.testing.capture_logs() as logs:
             etcd.kill()
-            await eventually(lambda: not service.statistics()["etcd_connected"])
+            await until(lambda: not service.statistics()["etcd_connected"])
             with anyio.fail_after(2.0):
                 await register(http, url, member("context-1"))
                 await http.call("POST", f"{url}/transfers", dict, body=[event(1, num_pages=4)])
@@ -218,8 +213,8 @@ async def test_without_etcd_it_goes_on_from_memory_and_writes_back(coordinator, 
             assert health["status"] == "ok"
             assert "going on from memory" in health["detail"]
             etcd.start()
-            await eventually(lambda: service.statistics()["etcd_connected"])
-            await eventually(lambda: service.statistics()["etcd_pending"] == 0)
+            await until(lambda: service.statistics()["etcd_connected"])
+            await until(lambda: service.statistics()["etcd_pending"] == 0)
         async with EtcdClient([etcd.url]) as client:
             stored = await client.get_prefix(f"/kvmesh/{cluster}/state/")
         assert stored.keys() == {"members/context-1", "epochs/context-0", "transfers/1"}
@@ -238,7 +233,7 @@ async def test_one_that_starts_without_etcd_acts_alone_and_merges_later(coordina
         assert await epochs(http, url) == {}
         await register(http, url, member("context-1", 9))
         etcd.start()
-        await eventually(lambda: service.statistics()["etcd_connected"])
+        await until(lambda: service.statistics()["etcd_connected"])
         assert await epochs(http, url) == {"context-0": 5, "context-1": 9}, "no earlier life comes back"
 
 
@@ -253,7 +248,7 @@ async def test_the_second_follows_and_takes_over(coordinator, http):
         assert await epochs(http, first) == await epochs(http, second) == {"context-0": 5, "context-1": 5}
         assert follower.statistics()["members"] == 0
         await crash(leader)
-        await eventually(lambda: follower.statistics()["leading"])
+        await until(lambda: follower.statistics()["leading"])
         assert await epochs(http, second) == {"context-0": 5, "context-1": 5}
         assert await open_transfers(http, second) == {1: 0}
 
@@ -262,7 +257,7 @@ async def test_one_that_says_goodbye_is_followed_at_once(coordinator, http):
     async with coordinator(etcd_lease_s=60.0) as (first, leader), coordinator(etcd_lease_s=60.0) as (_, follower):
         await register(http, first, member())
         await leader.stop()
-        await eventually(lambda: follower.statistics()["leading"], timeout_s=3.0)
+        await until(lambda: follower.statistics()["leading"], timeout_s=3.0)
 
 
 async def test_one_that_was_replaced_while_it_stood_still_writes_nothing_and_follows(coordinator, http):
@@ -273,11 +268,11 @@ async def test_one_that_was_replaced_while_it_stood_still_writes_nothing_and_fol
         async with EtcdClient(old._succession._etcd._endpoints) as client, coordinator() as (second, new):
             old._succession._etcd._endpoints, endpoints = ["http://127.0.0.1:9"], old._succession._etcd._endpoints
             await client.revoke(lease)
-            await eventually(lambda: new.statistics()["leading"])
+            await until(lambda: new.statistics()["leading"])
             await register(http, second, member("context-0", 9))
             await register(http, first, member("context-0", 6))
             old._succession._etcd._endpoints = endpoints
-            await eventually(lambda: not old.statistics()["leading"])
+            await until(lambda: not old.statistics()["leading"])
             assert await epochs(http, second) == {"context-0": 9}
             assert await epochs(http, first) == {"context-0": 9}, "the old one sends to the new one"
             with pytest.raises(ApiError) as refused:
@@ -296,10 +291,10 @@ async def test_a_watcher_of_a_deposed_coordinator_hears_from_the_new_one(coordin
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch)
-            await eventually(lambda: old.statistics()["watchers"] == 1)
+            await until(lambda: old.statistics()["watchers"] == 1)
             async with EtcdClient([etcd.url]) as client:
                 await client.revoke(old._succession._lease)
-            await eventually(lambda: old.statistics()["leading"] + new.statistics()["leading"] == 1)
+            await until(lambda: old.statistics()["leading"] + new.statistics()["leading"] == 1)
             await register(http, second, member("context-1"))
         names = {one["instance_id"] for one in heard[0]["members"]} | {
             one["member"]["instance_id"] for one in heard[0]["events"]
@@ -318,7 +313,7 @@ async def test_what_cannot_be_read_is_left_out(coordinator, http, etcd, cluster,
     with structlog.testing.capture_logs() as logs:
         async with coordinator(free_port) as (url, service):
             assert await epochs(http, url) == {"context-0": 5}
-            await eventually(lambda: service.statistics()["etcd_pending"] == 0)
+            await until(lambda: service.statistics()["etcd_pending"] == 0)
     assert sorted(entry["key"] for entry in logs if "cannot be read" in entry["event"]) == [
         "members/x",
         "other/z",

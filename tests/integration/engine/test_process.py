@@ -14,6 +14,7 @@ import anyio
 import psutil
 import pytest
 import pytest_asyncio
+from waiting import until
 
 from kvmesh.config import CacheTransceiverConfig, KvCacheConfig, WorkerSettings
 from kvmesh.engine.client import EngineClient, EngineDeadError, EngineStartError, TokenStream
@@ -57,12 +58,6 @@ async def tokens_of(stream: TokenStream) -> list[int]:
     return [token async for output in stream for token in output.token_ids]
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - what is waited for happens in another process
-            await anyio.sleep(0.01)
-
-
 def entries(directory: Path) -> list[Path]:
     return list(directory.iterdir())
 
@@ -80,7 +75,7 @@ async def test_a_life(engine: EngineClient, prompt: Make, request_of: Make) -> N
     assert (await engine.drain_kv_events()).events == []
     await until(lambda: engine.stats.generated_tokens_total >= 32)
     assert engine.stats.cached_tokens_total == 19
-    assert not engine._streams
+    assert engine.under_way == 0
     assert engine.alive
 
 
@@ -123,7 +118,7 @@ async def test_leaving_a_stream_aborts_it(engine: EngineClient, prompt: Make, re
         await anext(cancelled)
     await engine.ping()
     await until(lambda: engine.stats.running == 0 and engine.stats.pages_locked == 0)
-    assert not engine._streams
+    assert engine.under_way == 0
     assert engine.stats.generated_tokens_total - before < 500
 
 

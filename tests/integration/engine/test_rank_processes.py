@@ -14,6 +14,7 @@ import anyio
 import psutil
 import pytest
 import torch
+from waiting import until
 
 from kvmesh.config import ConfigError, KvCacheConfig, WorkerSettings
 from kvmesh.engine.build import EngineBuildError
@@ -61,12 +62,6 @@ def is_alive(process: psutil.Process) -> bool:
 
 async def tokens_of(stream: TokenStream) -> list[int]:
     return [token async for output in stream for token in output.token_ids]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - what is waited for happens in another process
-            await anyio.sleep(0.01)
 
 
 async def test_an_idle_engine_takes_no_processor(settings: WorkerSettings, prompt: Make, request_of: Make) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 import pytest
+from waiting import until
 
 from kvmesh.config import CacheTransceiverConfig, KvCacheConfig, WorkerSettings
 from kvmesh.engine.client import EngineClient, TokenStream
@@ -69,12 +70,6 @@ def second_leg(request_of: Make, number: int, tokens: bytes, first: TokenOutput)
     legs = {"kind": "generation", "transfer_id": number, "first_tokens": first.token_ids, "handoff": first.handoff}
     request: Generate = request_of(f"g{number}", tokens, **legs)
     return request
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - what is waited for happens in another process
-            await anyio.sleep(0.01)
 
 
 async def test_a_generation_engine_waits_for_a_frozen_peer(launch: Launch, prompt: Make, request_of: Make) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
+from waiting import until
 
 from kvmesh.config import IndexerSettings
 from kvmesh.coordinator.app import CoordinatorService
@@ -42,12 +43,6 @@ def block(number: int, parent: int | None = None) -> BlockStored:
 def held(service: IndexerService, *numbers: int) -> dict[str, int]:
     tokens = np.repeat(np.array(numbers, np.int32), BLOCK)
     return {match.instance_id: match.device_tokens // BLOCK for match in service.index.match(tokens, model="m")}
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    with anyio.fail_after(timeout_s):
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event
-            await anyio.sleep(0.005)
 
 
 @asynccontextmanager

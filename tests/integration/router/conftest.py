@@ -350,15 +350,3 @@ def mesh() -> Callable[..., Any]:
             yield found
 
     return start
-
-
-@pytest.fixture
-def until() -> Callable[..., Awaitable[None]]:
-    """``await until(condition)``: poll, for what another task or process brings about."""
-
-    async def wait(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-        with anyio.fail_after(timeout_s):
-            while not condition():  # noqa: ASYNC110 - other tasks and sockets have no event to wait for
-                await anyio.sleep(0.01)
-
-    return wait

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 import anyio
 import openai
 import pytest
+from waiting import until
 
 from kvmesh.net.faults import injected
 from kvmesh.protocol.errors import ApiError
@@ -19,7 +20,6 @@ from kvmesh.protocol.openai.sse import DONE
 MESSAGES = [{"role": "user", "content": "hello"}]
 CHAT = {"model": "fake-model", "messages": MESSAGES, "max_tokens": 6}
 Mesh = Callable[..., Any]
-Until = Callable[..., Awaitable[None]]
 
 
 async def events_of(response: aiohttp.ClientResponse) -> bytes:
@@ -47,7 +47,7 @@ async def test_events_are_relayed_as_they_come(mesh: Mesh) -> None:
         assert rest.endswith(DONE)
 
 
-async def test_client_leaves_during_prefill(mesh: Mesh, until: Until) -> None:
+async def test_client_leaves_during_prefill(mesh: Mesh) -> None:
     async with mesh() as m:
         arrived = anyio.Event()
 
@@ -67,7 +67,7 @@ async def test_client_leaves_during_prefill(mesh: Mesh, until: Until) -> None:
         assert m["g"].requests == []
 
 
-async def test_client_leaves_between_the_legs(mesh: Mesh, until: Until) -> None:
+async def test_client_leaves_between_the_legs(mesh: Mesh) -> None:
     async with mesh() as m:
         with injected("router.between_legs", _raise_reset):
             with pytest.raises(aiohttp.ClientError):
@@ -83,7 +83,7 @@ def _raise_reset() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_client_leaves_during_decode(mesh: Mesh, until: Until, n: int) -> None:
+async def test_client_leaves_during_decode(mesh: Mesh, n: int) -> None:
     async with mesh() as m:
 
         async def hang(number: int) -> None:
@@ -101,7 +101,7 @@ async def test_client_leaves_during_decode(mesh: Mesh, until: Until, n: int) -> 
         await until(m.idle)
 
 
-async def test_client_leaves_while_it_waits_for_a_place(mesh: Mesh, until: Until) -> None:
+async def test_client_leaves_while_it_waits_for_a_place(mesh: Mesh) -> None:
     async with mesh(max_inflight=1) as m:
         release = anyio.Event()
 
@@ -119,7 +119,7 @@ async def test_client_leaves_while_it_waits_for_a_place(mesh: Mesh, until: Until
         assert len(m["c"].requests) == 1
 
 
-async def test_full_queue_is_429_with_retry_after(mesh: Mesh, until: Until) -> None:
+async def test_full_queue_is_429_with_retry_after(mesh: Mesh) -> None:
     async with mesh(max_inflight=1) as m:
         release = anyio.Event()
 
@@ -138,7 +138,7 @@ async def test_full_queue_is_429_with_retry_after(mesh: Mesh, until: Until) -> N
             release.set()
 
 
-async def test_server_dies_in_mid_stream(mesh: Mesh, until: Until) -> None:
+async def test_server_dies_in_mid_stream(mesh: Mesh) -> None:
     async with mesh() as m:
 
         async def die(number: int) -> None:
@@ -177,7 +177,7 @@ async def test_the_openai_client_raises_when_the_stream_fails(mesh: Mesh) -> Non
         assert "".join(texts) == "abc"
 
 
-async def test_n_choices_fail_together(mesh: Mesh, until: Until) -> None:
+async def test_n_choices_fail_together(mesh: Mesh) -> None:
     async with mesh() as m:
 
         async def fail(number: int) -> None:
@@ -212,7 +212,7 @@ async def test_unreachable_servers_are_passed_over(mesh: Mesh, stream: bool, dea
         assert prefills == 4, "an unused hand-off is good for another server"
 
 
-async def test_a_server_that_comes_back_is_used_again(mesh: Mesh, until: Until) -> None:
+async def test_a_server_that_comes_back_is_used_again(mesh: Mesh) -> None:
     async with mesh({"b": "both"}) as m:
         await m["b"].kill()
         status, body = await m.post("/v1/chat/completions", CHAT)
@@ -249,7 +249,7 @@ async def test_a_server_that_dies_before_it_answers_is_replaced(
         assert spare.legs == [leg]
 
 
-async def test_a_poisonous_request_does_not_go_through_all_servers(mesh: Mesh, until: Until) -> None:
+async def test_a_poisonous_request_does_not_go_through_all_servers(mesh: Mesh) -> None:
     names = [f"b{number}" for number in range(5)]
     async with mesh(dict.fromkeys(names, "both"), max_retries=1) as m:
         for name in names:
@@ -278,7 +278,7 @@ async def test_statuses_of_the_only_leg(mesh: Mesh, status: int, tries: int) -> 
         assert len(m["b1"].requests) + len(m["b2"].requests) == tries
 
 
-async def test_a_refused_hand_off_is_not_the_clients_fault(mesh: Mesh, until: Until) -> None:
+async def test_a_refused_hand_off_is_not_the_clients_fault(mesh: Mesh) -> None:
     async with mesh() as m:
 
         async def forged(_body: Any) -> None:
@@ -290,7 +290,7 @@ async def test_a_refused_hand_off_is_not_the_clients_fault(mesh: Mesh, until: Un
         await until(lambda: len(m["c"].aborts) == 2)  # one for each try
 
 
-async def test_deadline_before_and_in_the_stream(mesh: Mesh, until: Until) -> None:
+async def test_deadline_before_and_in_the_stream(mesh: Mesh) -> None:
     async with mesh(request_timeout_s=0.3) as m:
 
         async def hang(number: int) -> None:
@@ -313,7 +313,7 @@ async def test_deadline_before_and_in_the_stream(mesh: Mesh, until: Until) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_server_that_hangs_is_taken_out(mesh: Mesh, until: Until, stream: bool) -> None:
+async def test_a_server_that_hangs_is_taken_out(mesh: Mesh, stream: bool) -> None:
     async with mesh({"b1": "both"}, request_timeout_s=0.2) as m:
         m["b1"].healthy = False
 
@@ -328,7 +328,7 @@ async def test_a_server_that_hangs_is_taken_out(mesh: Mesh, until: Until, stream
         assert m.router.parts.cluster.get("b1").unusable() == "not answering"
 
 
-async def test_a_client_that_leaves_says_nothing_about_the_server(mesh: Mesh, until: Until) -> None:
+async def test_a_client_that_leaves_says_nothing_about_the_server(mesh: Mesh) -> None:
     async with mesh({"b1": "both"}, request_timeout_s=20) as m:
 
         async def hang(_body: Any) -> None:
@@ -345,9 +345,7 @@ async def test_a_client_that_leaves_says_nothing_about_the_server(mesh: Mesh, un
 
 
 @pytest.mark.parametrize(("status", "aborts"), [(400, 0), (429, 0), (500, 1), (503, 1), (504, 1)])
-async def test_a_context_server_that_failed_is_told_not_to_keep_the_pages(
-    mesh: Mesh, until: Until, status: int, aborts: int
-) -> None:
+async def test_a_context_server_that_failed_is_told_not_to_keep_the_pages(mesh: Mesh, status: int, aborts: int) -> None:
     async with mesh(max_retries=0) as m:
 
         async def fail(_body: Any) -> None:
@@ -359,7 +357,7 @@ async def test_a_context_server_that_failed_is_told_not_to_keep_the_pages(
         await until(lambda: len(m["c"].aborts) == aborts)
 
 
-async def test_choices_of_a_whole_answer_run_together(mesh: Mesh, until: Until) -> None:
+async def test_choices_of_a_whole_answer_run_together(mesh: Mesh) -> None:
     async with mesh({"b1": "both", "b2": "both"}) as m:
         release = anyio.Event()
 
@@ -399,7 +397,7 @@ async def test_draining_servers_get_nothing_new(mesh: Mesh) -> None:
         assert m["b1"].requests == []
 
 
-async def test_random_disconnects_leave_nothing_behind(mesh: Mesh, until: Until) -> None:
+async def test_random_disconnects_leave_nothing_behind(mesh: Mesh) -> None:
     async with mesh() as m:
 
         async def slowly(_number: int) -> None:

@@ -12,6 +12,7 @@ import aiohttp
 import anyio
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from waiting import until
 
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.openai.sse import DONE
@@ -21,7 +22,6 @@ CHAT = {"model": "fake-model", "messages": MESSAGES, "max_tokens": 6}
 USAGE = {"stream_options": {"include_usage": True}}
 ADDRESS = base64.b64encode(b"signed address").decode()
 Mesh = Callable[..., Any]
-Until = Callable[..., Awaitable[None]]
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ async def sse(response: aiohttp.ClientResponse) -> list[Any]:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_both_legs_run_at_once(early: Mesh, until: Until, stream: bool) -> None:
+async def test_both_legs_run_at_once(early: Mesh, stream: bool) -> None:
     """The context server's answer waits for the generation leg: who awaited it first would wait for ever."""
     async with early() as m:
         meeting = Rendezvous(m)
@@ -104,7 +104,7 @@ async def test_both_legs_run_at_once(early: Mesh, until: Until, stream: bool) ->
         assert m.router.statistics()["sequences_generation_first_total"] == 1
 
 
-async def test_the_generation_answer_flows_before_the_context_leg_is_over(early: Mesh, until: Until) -> None:
+async def test_the_generation_answer_flows_before_the_context_leg_is_over(early: Mesh) -> None:
     async with early() as m:
         release = anyio.Event()
         m["c"].before = lambda _body: release.wait()
@@ -151,7 +151,7 @@ async def test_an_answer_that_ends_with_its_first_token_is_given_once(early: Mes
         assert m["c"].aborts == []
 
 
-async def test_n_choices_each_run_both_legs(early: Mesh, until: Until) -> None:
+async def test_n_choices_each_run_both_legs(early: Mesh) -> None:
     async with early() as m:
         status, answer = await m.post("/v1/chat/completions", {**CHAT, "n": 3})
         assert status == 200
@@ -159,6 +159,40 @@ async def test_n_choices_each_run_both_legs(early: Mesh, until: Until) -> None:
         ids = [body["disaggregated_params"]["disagg_request_id"] for body in m["c"].requests]
         assert len(set(ids)) == 3
         assert sorted(ids) == sorted(body["disaggregated_params"]["ctx_request_id"] for body in m["g"].requests)
+        await until(m.idle)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("ending", ["fails", "is late"])
+async def test_siblings_do_not_wait_for_a_context_leg_whose_answer_is_not_needed(
+    early: Mesh, monkeypatch: pytest.MonkeyPatch, stream: bool, ending: str
+) -> None:
+    """The first choice is generated, so the prompt's pages are there: whether its context leg ever answers or not."""
+    monkeypatch.setattr("kvmesh.router.generation_first.USAGE_WAIT_S", 0.01)
+    async with early() as m:
+        generated = anyio.Event()
+
+        async def first_answers_badly(_body: Any) -> None:
+            if len(m["c"].requests) > 1:
+                return
+            await generated.wait()
+            if ending == "fails":
+                raise ApiError(500, "gone", code="engine_dead")
+            await anyio.sleep_forever()
+
+        async def tell_the_end(number: int) -> None:
+            if not stream or number >= 5:
+                generated.set()
+
+        m["c"].before = first_answers_badly
+        m["g"].after = tell_the_end
+        if not stream:
+            m["g"].before = lambda _body: tell_the_end(5)
+        with anyio.fail_after(10):
+            async with m.http.post("/v1/chat/completions", json={**CHAT, "n": 3, "stream": stream}) as response:
+                text = await response.text()
+        assert response.status == 200, text
+        assert "error" not in text
         await until(m.idle)
 
 
@@ -194,7 +228,7 @@ def failing(status: int, code: str) -> Callable[[Any], Awaitable[None]]:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_a_failing_context_leg_ends_the_generation_leg_at_once(early: Mesh, until: Until, stream: bool) -> None:
+async def test_a_failing_context_leg_ends_the_generation_leg_at_once(early: Mesh, stream: bool) -> None:
     async with early(max_retries=0) as m:
         arrived = anyio.Event()
 
@@ -215,7 +249,7 @@ async def test_a_failing_context_leg_ends_the_generation_leg_at_once(early: Mesh
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_a_failing_generation_leg_aborts_the_context_leg(early: Mesh, until: Until, stream: bool) -> None:
+async def test_a_failing_generation_leg_aborts_the_context_leg(early: Mesh, stream: bool) -> None:
     async with early(max_retries=0) as m:
         arrived = anyio.Event()
 
@@ -257,7 +291,7 @@ async def test_the_client_hears_the_cause(
         assert (status, answer["error"]["code"]) == told
 
 
-async def test_a_retry_takes_a_new_id(early: Mesh, until: Until) -> None:
+async def test_a_retry_takes_a_new_id(early: Mesh) -> None:
     async with early({"c": "context", "g1": "generation", "g2": "generation"}) as m:
         failed: list[str] = []
 
@@ -282,7 +316,7 @@ async def test_a_retry_takes_a_new_id(early: Mesh, until: Until) -> None:
 
 
 @pytest.mark.parametrize("dead", ["c1", "g1"])
-async def test_a_server_that_cannot_be_reached_costs_no_retry(early: Mesh, until: Until, dead: str) -> None:
+async def test_a_server_that_cannot_be_reached_costs_no_retry(early: Mesh, dead: str) -> None:
     roles = {"c1": "context", "c2": "context", "g1": "generation", "g2": "generation"}
     async with early(roles, max_retries=0) as m:
         await m[dead].kill()
@@ -292,7 +326,7 @@ async def test_a_server_that_cannot_be_reached_costs_no_retry(early: Mesh, until
         await until(m.idle)
 
 
-async def test_the_client_leaves(early: Mesh, until: Until) -> None:
+async def test_the_client_leaves(early: Mesh) -> None:
     async with early() as m:
         Rendezvous(m)  # and nobody goes on
         async with anyio.create_task_group() as tasks:
@@ -306,7 +340,7 @@ async def test_the_client_leaves(early: Mesh, until: Until) -> None:
         await until(m.idle)
 
 
-async def test_a_context_leg_that_breaks_off_after_the_stream_has_begun_does_no_harm(early: Mesh, until: Until) -> None:
+async def test_a_context_leg_that_breaks_off_after_the_stream_has_begun_does_no_harm(early: Mesh) -> None:
     """What it had to give has arrived."""
     async with early() as m:
         release = anyio.Event()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from waiting import until
 
 from kvmesh.config import CoordinatorSettings
 from kvmesh.coordinator.main import build as build_coordinator
@@ -24,7 +25,6 @@ from kvmesh.router.http import HttpReply
 MESSAGES = [{"role": "user", "content": "hello"}]
 CHAT = {"model": "fake-model", "messages": MESSAGES, "max_tokens": 6}
 Mesh = Callable[..., Any]
-Until = Callable[..., Awaitable[None]]
 
 
 class FakeIndexer:
@@ -64,7 +64,7 @@ async def explained(m: Any, request_id: str) -> Any:
     return body
 
 
-async def matched(m: Any, until: Until) -> None:
+async def matched(m: Any) -> None:
     """Return once the router's connection to the indexer is up."""
     answered = "match_answered_total"
     with anyio.fail_after(10):
@@ -72,11 +72,11 @@ async def matched(m: Any, until: Until) -> None:
             await m.post("/v1/completions", {"model": "fake-model", "prompt": "x", "max_tokens": 1})
 
 
-async def test_the_holders_of_a_prefix_are_chosen(mesh: Mesh, until: Until) -> None:
+async def test_the_holders_of_a_prefix_are_chosen(mesh: Mesh) -> None:
     indexer = FakeIndexer()
     roles = {"c1": "context", "c2": "context", "c3": "context", "g1": "generation", "g2": "generation"}
     async with indexer.serving() as endpoint, mesh(roles, indexer_match_endpoint=endpoint, match_timeout_ms=5000) as m:
-        await matched(m, until)
+        await matched(m)
         indexer.held = {"c2": 128, "g2": 96}
         indexer.salted = {"tenant": {"c3": 128}}
         before = len(m["c2"].requests), len(m["c3"].requests)
@@ -99,13 +99,13 @@ async def test_the_holders_of_a_prefix_are_chosen(mesh: Mesh, until: Until) -> N
         assert attempt["outcome"] == "done"
 
 
-async def test_conditional_local_prefill(mesh: Mesh, until: Until) -> None:
+async def test_conditional_local_prefill(mesh: Mesh) -> None:
     indexer = FakeIndexer()
     async with (
         indexer.serving() as endpoint,
         mesh(indexer_match_endpoint=endpoint, match_timeout_ms=5000, max_local_prefill_length=32) as m,
     ):
-        await matched(m, until)
+        await matched(m)
         prefills = len(m["c"].requests)
         indexer.held = {"g": 128}
         prompt = {"model": "fake-model", "prompt": "y" * 150, "max_tokens": 2}
@@ -192,7 +192,7 @@ async def test_spans_of_a_request_are_one_trace(mesh: Mesh) -> None:
     assert sent == {f"00-{root.context.trace_id:032x}-{root.context.span_id:016x}-01"}
 
 
-async def test_two_requests_with_one_id_do_not_meet(mesh: Mesh, until: Until) -> None:
+async def test_two_requests_with_one_id_do_not_meet(mesh: Mesh) -> None:
     async with mesh() as m:
         release = anyio.Event()
 
@@ -292,7 +292,7 @@ async def test_events_are_sent_without_delay(mesh: Mesh, monkeypatch: pytest.Mon
     assert all(nodelay)
 
 
-async def test_static_servers(mesh: Mesh, until: Until) -> None:
+async def test_static_servers(mesh: Mesh) -> None:
     async with mesh() as outer:
         urls = {"context_servers": [outer["c"].url], "generation_servers": [outer["g"].url]}
         async with mesh({}, **urls) as m:
@@ -307,7 +307,7 @@ async def coordinator_port() -> int:
         return int(listener.getsockname()[1])
 
 
-async def test_servers_from_the_coordinator_which_may_die(mesh: Mesh, until: Until, coordinator_port: int) -> None:
+async def test_servers_from_the_coordinator_which_may_die(mesh: Mesh, coordinator_port: int) -> None:
     url = f"http://127.0.0.1:{coordinator_port}"
     async with mesh() as outer, anyio.create_task_group() as tasks:
         async with serving(build_coordinator(CoordinatorSettings()), port=coordinator_port):
@@ -326,7 +326,7 @@ async def test_servers_from_the_coordinator_which_may_die(mesh: Mesh, until: Unt
         tasks.cancel_scope.cancel()
 
 
-async def test_the_coordinators_death_disturbs_no_request(mesh: Mesh, until: Until, coordinator_port: int) -> None:
+async def test_the_coordinators_death_disturbs_no_request(mesh: Mesh, coordinator_port: int) -> None:
     url = f"http://127.0.0.1:{coordinator_port}"
     async with mesh() as outer, anyio.create_task_group() as tasks:
         async with mesh({}, coordinator_url=url) as m:

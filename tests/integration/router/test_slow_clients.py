@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import anyio
 import msgspec
 import pytest
 from aiohttp import web
+from waiting import until
 
 from kvmesh.router.app import RouterService
 
 Mesh = Callable[..., Any]
-Until = Callable[..., Awaitable[None]]
 
 
 def head(path: str, *lines: str) -> bytes:
@@ -37,7 +37,7 @@ async def exchange(m: Any, request: bytes) -> bytes:
 
 
 async def test_a_stream_that_nobody_reads_is_closed_soon_after_its_deadline(
-    mesh: Mesh, until: Until, monkeypatch: pytest.MonkeyPatch
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connections: list[Any] = []
     serve = RouterService._serve
@@ -62,7 +62,7 @@ async def test_a_stream_that_nobody_reads_is_closed_soon_after_its_deadline(
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_a_body_that_does_not_come_is_a_408(mesh: Mesh, until: Until, path: str) -> None:
+async def test_a_body_that_does_not_come_is_a_408(mesh: Mesh, path: str) -> None:
     async with mesh(request_timeout_s=0.2) as m:
         answer = await exchange(m, head(path, "Content-Length: 100") + b'{"model"')
         assert answer.startswith(b"HTTP/1.1 408 ")

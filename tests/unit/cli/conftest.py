@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -44,15 +44,3 @@ class Family:
 @pytest.fixture
 def family(tmp_path: Path) -> Family:
     return Family(tmp_path)
-
-
-@pytest.fixture
-def until() -> Callable[..., object]:
-    """``await until(condition)``: wait for what another process does."""
-
-    async def wait(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-        with anyio.fail_after(timeout_s):
-            while not condition():  # noqa: ASYNC110 - another process has no event to wait for
-                await anyio.sleep(0.01)
-
-    return wait

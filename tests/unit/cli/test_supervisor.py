@@ -11,6 +11,7 @@ import time
 
 import anyio
 import pytest
+from waiting import until
 
 from kvmesh.cli.rundir import start_ticks
 from kvmesh.cli.supervisor import StartFailedError
@@ -45,7 +46,7 @@ STUBBORN = """
 """
 
 
-async def test_a_dead_child_is_started_again_after_growing_waits(family, until):
+async def test_a_dead_child_is_started_again_after_growing_waits(family):
     child = family.child("router", SLEEPER)
     async with family.running(child) as supervisor:
         supervisor.mark_ready()
@@ -59,7 +60,7 @@ async def test_a_dead_child_is_started_again_after_growing_waits(family, until):
     assert {death.cause for death in deaths} == {"SIGKILL"}
 
 
-async def test_children_stop_in_order_and_leave_nothing(family, until):
+async def test_children_stop_in_order_and_leave_nothing(family):
     names = ["coordinator", "context-0", "router"]
     children = [family.child(name, SLEEPER, rank) for rank, name in enumerate(reversed(names))]
     async with family.running(*children):
@@ -68,7 +69,7 @@ async def test_children_stop_in_order_and_leave_nothing(family, until):
     assert all(start_ticks(event.pid) == 0 for event in family.events)
 
 
-async def test_what_a_child_started_ends_with_it(family, until):
+async def test_what_a_child_started_ends_with_it(family):
     """The front of a worker dies by kill -9: its engine must not live on."""
     async with family.running(family.child("context-0", WITH_GRANDCHILD)) as supervisor:
         supervisor.mark_ready()
@@ -83,14 +84,14 @@ async def test_what_a_child_started_ends_with_it(family, until):
     await until(lambda: start_ticks(second) == 0)
 
 
-async def test_a_stubborn_child_is_killed(family, until, monkeypatch):
+async def test_a_stubborn_child_is_killed(family, monkeypatch):
     monkeypatch.setattr("kvmesh.cli.supervisor.KILL_AFTER_S", 0.1)
     async with family.running(family.child("router", STUBBORN), drain_s=0.0):
         await until((family.directory / "router.up").exists)
     assert start_ticks(family.events[0].pid) == 0
 
 
-async def test_a_second_interrupt_kills_at_once(family, until):
+async def test_a_second_interrupt_kills_at_once(family):
     async with family.running(family.child("router", STUBBORN), drain_s=60.0) as supervisor:
         await until((family.directory / "router.up").exists)
         async with anyio.create_task_group() as tasks:
@@ -114,7 +115,7 @@ async def test_a_child_that_does_not_start_ends_the_start(family, program, lives
     assert len(family.happened("started", "router")) == lives
 
 
-async def test_a_child_whose_settings_were_renewed_is_tried_again(family, until):
+async def test_a_child_whose_settings_were_renewed_is_tried_again(family):
     fixed = family.directory / "fixed"
     program = """
         import os, pathlib, sys, time
@@ -136,7 +137,7 @@ async def test_renewing_does_not_go_on_forever_before_the_start(family):
     assert len(family.happened("started", "child")) == 3
 
 
-async def test_after_the_start_it_never_gives_up(family, until):
+async def test_after_the_start_it_never_gives_up(family):
     async with family.running(family.child("router", "raise SystemExit(2)"), backoff_max_s=0.02) as supervisor:
         supervisor.mark_ready()
         await until(lambda: len(family.happened("started", "router")) > 4)
