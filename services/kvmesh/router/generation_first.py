@@ -89,6 +89,8 @@ class BothLegs:
                 server, outgoing, work.headers, tokens=work.prompt_tokens, second=True, deadline=work.deadline
             )
         )
+        # The context leg's own answer may come late, or never: the pages were there when this one could be made.
+        work.prefilled_at(hand_off.server.member.instance_id)
         await leg.wait(USAGE_WAIT_S)
         hand_off.settled = True
         truth = _truth(hand_off, leg)
@@ -118,6 +120,7 @@ class BothLegs:
         source = _UsageAwaited(EventSource(response), leg)
         # Once it has begun, the context server has done its part: what happens there does not matter any more.
         first = await leg.guard(lambda: first_events(server, source, second=True))
+        work.prefilled_at(hand_off.server.member.instance_id)
         return StreamAnswer(first, source, rewrite=rewrite, on_end=ended)
 
 

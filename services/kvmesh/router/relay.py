@@ -81,6 +81,7 @@ async def _relay_many(
             try:
                 async with parallel, dispatcher.answer(work) as answer:
                     await _pump(work, answer, blocks, whole)
+                work.prefilled_at(None)  # whoever still waits for it would wait for ever
             except ApiError as error:
                 failure = failure or error
                 tasks.cancel_scope.cancel()
@@ -138,8 +139,8 @@ def _with_siblings(works: Sequence[Work]) -> list[tuple[Work, anyio.Event]]:
     return waits
 
 
-def _teller(siblings: list[Work], prefilled: anyio.Event) -> Callable[[str], None]:
-    def tell(instance_id: str) -> None:
+def _teller(siblings: list[Work], prefilled: anyio.Event) -> Callable[[str | None], None]:
+    def tell(instance_id: str | None) -> None:
         for sibling in siblings:
             sibling.prefer_context = instance_id
         prefilled.set()

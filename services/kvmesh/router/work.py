@@ -33,8 +33,8 @@ class Work:
     conversation_id: str | None = None
     prefer_context: str | None = None
     """Instance that just prefilled the same prompt: the best choice whatever the index says yet."""
-    on_prefilled: Callable[[str], None] | None = None
-    """Told the instance that holds the prompt now, as soon as one does."""
+    on_prefilled: Callable[[str | None], None] | None = None
+    """Told the instance that holds the prompt now, as soon as one does; None: it is over without a word of that."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -46,8 +46,8 @@ class Work:
         """Whether the context server's token is all that is wanted."""
         return self.request.max_tokens == 1
 
-    def prefilled_at(self, instance_id: str) -> None:
-        """The prompt's pages are at a server now; told once."""
+    def prefilled_at(self, instance_id: str | None) -> None:
+        """The prompt's pages are at a server now, or (None) nothing more will be heard of them; told once."""
         tell, self.on_prefilled = self.on_prefilled, None
         if tell is not None:
             tell(instance_id)
