@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
@@ -18,7 +19,8 @@ import msgspec
 
 from kvmesh.net.address import reachable_host
 from kvmesh.transceiver.planes.base import PlaneError
-from kvmesh.transceiver.planes.sockets import accept
+from kvmesh.transceiver.planes.sockets import accept, receive_exactly, shut
+from kvmesh.transceiver.planes.strangers import Strangers
 
 __all__ = ["Meeting", "announce"]
 
@@ -61,6 +63,7 @@ class Meeting:
         self._token = token
         self._step_timeout_s = step_timeout_s
         self._open_port, self._accept = open_port, accept
+        self._strangers = Strangers("kvmesh-mpi-meeting")
         family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
         self._listener = socket.create_server((bind_host, 0), family=family, backlog=BACKLOG)
         self.address: tuple[str, int] = (reachable_host(bind_host).strip("[]"), self._listener.getsockname()[1])
@@ -69,28 +72,28 @@ class Meeting:
 
     def close(self) -> None:
         """Stop listening."""
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
+        shut(self._listener)
         self._listener.close()
+        self._strangers.close()
         self._thread.join(2 * self._step_timeout_s)
 
     def _run(self) -> None:
         while (connection := accept(self._listener)) is not None:
-            threading.Thread(target=self._serve, args=(connection,), name="kvmesh-mpi-meeting", daemon=True).start()
+            self._strangers.meet(connection, self._serve)
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, suppress(OSError, msgspec.MsgspecError):  # The other side sees the end of the stream.
-            connection.settimeout(self._step_timeout_s)
             self._meet(connection)
 
     def _meet(self, connection: socket.socket) -> None:
-        said = msgspec.msgpack.decode(_receive(connection), type=_Announcement)
+        said = msgspec.msgpack.decode(_receive(connection, self._step_timeout_s), type=_Announcement)
         if not hmac.compare_digest(said.token, self._token):
             return
+        self._strangers.know(connection)
         try:
             port = self._open_port(said.name)
             _send(connection, msgspec.msgpack.encode(_Answer(port)))
-            if _receive(connection) != GO:
+            if _receive(connection, self._step_timeout_s) != GO:
                 return
             self._accept(said.name, port)
         except PlaneError as error:
@@ -111,16 +114,16 @@ def announce(
         with socket.create_connection(address, step_timeout_s) as connection:
             connection.settimeout(step_timeout_s)
             _send(connection, msgspec.msgpack.encode(_Announcement(token, name)))
-            port = _answer(connection)
+            port = _answer(connection, step_timeout_s)
             _send(connection, GO)
             connect(port)
-            _answer(connection)
+            _answer(connection, step_timeout_s)
     except (OSError, msgspec.MsgspecError) as error:
         raise PlaneError(f"the owner at {address[0]}:{address[1]} did not let us in: {error}") from error
 
 
-def _answer(connection: socket.socket) -> str:
-    answer = msgspec.msgpack.decode(_receive(connection), type=_Answer)
+def _answer(connection: socket.socket, step_timeout_s: float) -> str:
+    answer = msgspec.msgpack.decode(_receive(connection, step_timeout_s), type=_Answer)
     if answer.error:
         raise PlaneError(answer.error)
     return answer.port
@@ -130,17 +133,9 @@ def _send(connection: socket.socket, message: bytes) -> None:
     connection.sendall(len(message).to_bytes(4, "big") + message)
 
 
-def _receive(connection: socket.socket) -> bytes:
-    nbytes = int.from_bytes(_receive_exactly(connection, 4), "big")
+def _receive(connection: socket.socket, step_timeout_s: float) -> bytes:
+    by_s = time.monotonic() + step_timeout_s
+    nbytes = int.from_bytes(receive_exactly(connection, 4, by_s=by_s), "big")
     if nbytes > MAX_BYTES:
         raise OSError("a message is too long")
-    return _receive_exactly(connection, nbytes)
-
-
-def _receive_exactly(connection: socket.socket, nbytes: int) -> bytes:
-    data = b""
-    while len(data) < nbytes:
-        if not (more := connection.recv(nbytes - len(data))):
-            raise ConnectionResetError("the connection ended")
-        data += more
-    return data
+    return receive_exactly(connection, nbytes, by_s=by_s)

@@ -6,22 +6,18 @@ stays out of use until the owner has answered for it or is gone. Pages are writt
 
 from __future__ import annotations
 
-import itertools
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
-from kvmesh.telemetry import get_logger
-from kvmesh.transceiver.channels.base import Channel, Incoming, Lingering, Region
+from kvmesh.transceiver.channels.base import Incoming
 from kvmesh.transceiver.planes.base import MoveControl, MoveJob, MoveStoppedError, PlaneError
 from kvmesh.transceiver.planes.sockets import shut, tune
 from kvmesh.transceiver.staged.admission import REST_S, AdmissionGate
-from kvmesh.transceiver.staged.attachments import Attachments
-from kvmesh.transceiver.staged.copying import PageCopier
 from kvmesh.transceiver.staged.frames import (
     Answer,
     AnswerKind,
@@ -33,93 +29,16 @@ from kvmesh.transceiver.staged.frames import (
     read_answer,
     read_greeting,
 )
-from kvmesh.transceiver.staged.pieces import ItemTable, Piece
-from kvmesh.transceiver.staged.rooms import ALIGNMENT_BYTES, WAIT_S, Rooms
-from kvmesh.transceiver.tickets import Signer
+from kvmesh.transceiver.staged.pieces import ItemTable, Piece, PiecePlan, plan_pieces
+from kvmesh.transceiver.staged.rooms import WAIT_S
+from kvmesh.transceiver.staged.staging import Staging
 from kvmesh.transceiver.types import PeerKey
 
-__all__ = ["Limbo", "PieceClient", "Staging"]
+__all__ = ["PieceClient"]
 
-PIECES_IN_FLIGHT: Final = 2
-"""One is scattered while the next one is on its way."""
-PIECE_BYTES: Final = 4 << 20
-"""As large as the libraries need a message to be to move it at full speed."""
 LANDING_S: Final = 1.0
 """How long bytes may be under way after their owner has sent them; what takes longer is given up with its owner."""
 _TAGS: Final = 1 << 32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Staging:
-    """What the receiver's ends of one engine share.
-
-    Attributes:
-        key: this engine.
-        signer: signs introductions.
-        channel: moves the bytes.
-        attachments: to the owners.
-        copier: writes this engine's pages.
-        region: the receive region.
-        rooms: of the receive region.
-        limbo: rooms that are out of use although their connection has ended.
-        tags: numbers pieces, so that none is used twice.
-        connect_timeout_s: bound of connection set-up.
-    """
-
-    key: PeerKey
-    signer: Signer
-    channel: Channel
-    attachments: Attachments
-    copier: PageCopier
-    region: Region
-    rooms: Rooms
-    limbo: Limbo
-    tags: itertools.count[int]
-    connect_timeout_s: float
-
-
-class _Held(NamedTuple):
-    incoming: Lingering
-    room: int
-    nbytes: int
-
-
-class Limbo:
-    """Rooms that not even the end of a connection makes safe: out of use until their owner is gone.
-
-    Of owners elsewhere that is a guess, for which half of the region is kept out of use at most: the oldest go first.
-    """
-
-    def __init__(self, rooms: Rooms) -> None:
-        self._rooms = rooms
-        self._lock = threading.Lock()
-        self._held: list[_Held] = []
-        self._log = get_logger("transceiver.staged")
-
-    def put(self, incoming: Incoming, room: int, nbytes: int) -> None:
-        """Take over a room of ``nbytes`` bytes whose owner has been detached."""
-        if not isinstance(incoming, Lingering):
-            self._rooms.give(room)
-            return
-        with self._lock:
-            self._held.append(_Held(incoming, room, nbytes))
-            guessed = [held for held in self._held if held.incoming.owner_is_elsewhere]
-            while sum(held.nbytes for held in guessed) > self._rooms.nbytes // 2:
-                self._log.warning("a staging room is used again early: too many owners elsewhere were lost")
-                self._give(guessed.pop(0))
-        self.release()
-
-    def release(self) -> None:
-        """Give back those that nothing writes into any more."""
-        if not self._held:
-            return
-        with self._lock:
-            for held in [held for held in self._held if held.incoming.owner_is_gone()]:
-                self._give(held)
-
-    def _give(self, held: _Held) -> None:
-        self._held.remove(held)
-        self._rooms.give(held.room)
 
 
 class _Patience(MoveControl):
@@ -133,13 +52,6 @@ class _Patience(MoveControl):
     def stopped(self) -> bool:
         """Whether the time is over."""
         return time.monotonic() >= self._end_s
-
-
-class _Plan(NamedTuple):
-    """How a move uses the smaller region: half of it where pages allow, should its owner freeze."""
-
-    piece_bytes: int
-    in_flight: int
 
 
 @dataclass(slots=True, eq=False)
@@ -204,7 +116,7 @@ class PieceClient:
 
     def pull(self, job: MoveJob, items: ItemTable, gate: AdmissionGate) -> int:
         """Move the pages of ``job``, which has entered ``gate``; see :meth:`DataPlane.move`."""
-        plan = self._plan(items)
+        plan = plan_pieces(items, min(self._staging.region.nbytes, self._owner_bytes))
         session = _Session()
         with self._changed:
             if self._lost:
@@ -246,17 +158,7 @@ class PieceClient:
             raise PlaneError(f"the owner refuses: {answer.text}")
         return greeting.region_bytes
 
-    def _plan(self, items: ItemTable) -> _Plan:
-        smaller = min(self._staging.region.nbytes, self._owner_bytes)
-        if items.largest_bytes > smaller:
-            raise PlaneError(
-                f"a page of {items.largest_bytes} bytes does not fit into the smaller staging buffer of {smaller} bytes"
-            )
-        quarter = smaller // 4 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        piece_bytes = max(items.largest_bytes, min(PIECE_BYTES, quarter))
-        return _Plan(piece_bytes, PIECES_IN_FLIGHT if piece_bytes <= quarter else 1)
-
-    def _pull_pieces(self, job: MoveJob, items: ItemTable, plan: _Plan, gate: AdmissionGate) -> None:
+    def _pull_pieces(self, job: MoveJob, items: ItemTable, plan: PiecePlan, gate: AdmissionGate) -> None:
         staging = self._staging
         flight: deque[_Asked] = deque()
         planned = items.pieces(plan.piece_bytes)

@@ -8,9 +8,17 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-__all__ = ["ItemTable", "Piece", "Segment"]
+from kvmesh.transceiver.planes.base import PlaneError
+from kvmesh.transceiver.staged.rooms import ALIGNMENT_BYTES
+
+__all__ = ["ItemTable", "Piece", "PiecePlan", "Segment", "plan_pieces"]
+
+PIECES_IN_FLIGHT: Final = 2
+"""One is scattered while the next one is on its way."""
+PIECE_BYTES: Final = 4 << 20
+"""As large as the libraries need a message to be to move it at full speed."""
 
 
 class Piece(NamedTuple):
@@ -96,3 +104,30 @@ class ItemTable:
     def bytes_of(self, segments: Sequence[Segment]) -> int:
         """Bytes of all items of ``segments``."""
         return sum((segment.stop - segment.start) * self._item_bytes[segment.part] for segment in segments)
+
+
+class PiecePlan(NamedTuple):
+    """How large the pieces of a move are, at most, and how many of them are under way at once."""
+
+    piece_bytes: int
+    in_flight: int
+
+
+def plan_pieces(items: ItemTable, region_bytes: int) -> PiecePlan:
+    """Use half of a staging region where pages allow: the other half is for others, should the owner freeze.
+
+    Args:
+        items: what moves.
+        region_bytes: of the smaller one of the two regions.
+
+    Raises:
+        PlaneError: an item does not fit into it.
+    """
+    if items.largest_bytes > region_bytes:
+        raise PlaneError(
+            f"a page of {items.largest_bytes} bytes does not fit into the smaller staging buffer "
+            f"of {region_bytes} bytes"
+        )
+    quarter = region_bytes // 4 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    piece_bytes = max(items.largest_bytes, min(PIECE_BYTES, quarter))
+    return PiecePlan(piece_bytes, PIECES_IN_FLIGHT if piece_bytes <= quarter else 1)

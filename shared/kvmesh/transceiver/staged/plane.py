@@ -18,11 +18,13 @@ from kvmesh.transceiver.channels.base import Channel, Region
 from kvmesh.transceiver.planes.base import MoveJob, Part, PlaneError, Side
 from kvmesh.transceiver.staged.admission import AdmissionGate
 from kvmesh.transceiver.staged.attachments import Attachments
-from kvmesh.transceiver.staged.client import Limbo, PieceClient, Staging
+from kvmesh.transceiver.staged.client import PieceClient
 from kvmesh.transceiver.staged.copying import PageCopier, item_table
+from kvmesh.transceiver.staged.limbo import Limbo
 from kvmesh.transceiver.staged.region import RegionSize, StagingMemory
 from kvmesh.transceiver.staged.rooms import Rooms
 from kvmesh.transceiver.staged.server import PieceServer
+from kvmesh.transceiver.staged.staging import Staging
 from kvmesh.transceiver.tickets import Signer
 from kvmesh.transceiver.timing import TransferTimes
 from kvmesh.transceiver.types import PeerKey, PoolMemory, StagingStats

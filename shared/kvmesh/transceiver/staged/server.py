@@ -7,7 +7,6 @@ open, as many as the send region can hold. A room is held while a piece is gathe
 
 from __future__ import annotations
 
-import queue
 import secrets
 import socket
 import threading
@@ -23,6 +22,7 @@ from kvmesh.transceiver.planes.base import MoveControl, MoveStoppedError, Part, 
 from kvmesh.transceiver.planes.sockets import accept, shut, tune
 from kvmesh.transceiver.staged.admission import REST_S, AdmissionQueue
 from kvmesh.transceiver.staged.attachments import Attachments
+from kvmesh.transceiver.staged.connection import ReceiverConnection, SessionKey
 from kvmesh.transceiver.staged.copying import PageCopier, item_table
 from kvmesh.transceiver.staged.frames import (
     KEY_BYTES,
@@ -31,7 +31,6 @@ from kvmesh.transceiver.staged.frames import (
     Greeting,
     Request,
     RequestKind,
-    encode_answer,
     encode_greeting,
     introduction_payload,
     read_introduction,
@@ -50,8 +49,6 @@ CLOSE_S: Final = 1.0
 LOOK_S: Final = 5.0
 """Longest sleep of a connection's reader while no session is open."""
 
-_SessionKey = tuple[int, int]
-
 
 @dataclass(slots=True, eq=False)
 class _Grant:
@@ -59,30 +56,7 @@ class _Grant:
     parts: Sequence[Part]
     items: ItemTable
     control: MoveControl = field(default_factory=MoveControl)
-    connection: _Connection | None = None
-
-
-class _Connection:
-    """One receiver. Frames are written whole, by whichever thread has something to say."""
-
-    def __init__(self, stream: socket.socket) -> None:
-        self.stream = stream
-        self.peer: PeerKey | None = None
-        self.sessions: set[_SessionKey] = set()
-        self.requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-        self.working = False
-        """Whether a piece is being gathered or sent, or waits for a room."""
-        self.sending_s: float | None = None
-        """Since when a piece is being sent."""
-        self._writing = threading.Lock()
-
-    def answer(self, kind: AnswerKind, *, tag: int = 0, number: int = 0, text: str = "") -> None:
-        """Write a frame; a connection that is gone is noticed by its reader."""
-        with self._writing:
-            try:
-                self.stream.sendall(encode_answer(kind, tag=tag, number=number, text=text))
-            except OSError:
-                shut(self.stream)
+    connection: ReceiverConnection | None = None
 
 
 class PieceServer:
@@ -120,9 +94,9 @@ class PieceServer:
         self._stall_s = stall_s
         self._log = get_logger("transceiver.staged")
         self._lock = threading.Lock()
-        self._grants: dict[_SessionKey, _Grant] = {}
+        self._grants: dict[SessionKey, _Grant] = {}
         self._admission = AdmissionQueue(region.nbytes)
-        self._connections: dict[_Connection, threading.Thread] = {}
+        self._connections: dict[ReceiverConnection, threading.Thread] = {}
         self._closed = False
         family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
         self._listener = socket.create_server((bind_host, 0), family=family, backlog=MAX_CONNECTIONS)
@@ -174,7 +148,7 @@ class PieceServer:
 
     def _accept(self) -> None:
         while (stream := accept(self._listener)) is not None:
-            connection = _Connection(stream)
+            connection = ReceiverConnection(stream)
             thread = threading.Thread(target=self._serve, args=(connection,), name="kvmesh-piece-requests", daemon=True)
             with self._lock:
                 refused = self._closed or len(self._connections) >= MAX_CONNECTIONS
@@ -184,7 +158,7 @@ class PieceServer:
             if refused:
                 stream.close()
 
-    def _serve(self, connection: _Connection) -> None:
+    def _serve(self, connection: ReceiverConnection) -> None:
         sending = threading.Thread(target=self._send_all, args=(connection,), name="kvmesh-piece-send", daemon=True)
         peer: PeerKey | None = None
         try:
@@ -206,7 +180,7 @@ class PieceServer:
             if peer is not None:
                 self._attachments.release(peer)
 
-    def _introduce(self, connection: _Connection) -> PeerKey | None:
+    def _introduce(self, connection: ReceiverConnection) -> PeerKey | None:
         stream = connection.stream
         stream.settimeout(HELLO_TIMEOUT_S)
         tune(stream)
@@ -228,7 +202,7 @@ class PieceServer:
         connection.answer(AnswerKind.ATTACHED)
         return peer
 
-    def _next_request(self, connection: _Connection) -> Request:
+    def _next_request(self, connection: ReceiverConnection) -> Request:
         """Wait for a request. Sessions of a receiver that is silent rest; one that does not take a piece is given up.
 
         Raises:
@@ -246,7 +220,7 @@ class PieceServer:
         connection.stream.settimeout(HELLO_TIMEOUT_S)
         return read_request(connection.stream)
 
-    def _look(self, connection: _Connection) -> None:
+    def _look(self, connection: ReceiverConnection) -> None:
         """Nothing was heard for a while."""
         sending_s = connection.sending_s
         taken_s = 0.0 if sending_s is None else time.monotonic() - sending_s
@@ -259,7 +233,7 @@ class PieceServer:
                 self._admission.rest(session)
             self._admit()
 
-    def _handle(self, connection: _Connection, request: Request) -> None:
+    def _handle(self, connection: ReceiverConnection, request: Request) -> None:
         if request.kind is RequestKind.OPEN:
             self._open(connection, request)
         elif request.kind is RequestKind.PIECE:
@@ -267,7 +241,7 @@ class PieceServer:
         else:
             self._end((request.transfer_id, request.session), connection=connection)
 
-    def _open(self, connection: _Connection, request: Request) -> None:
+    def _open(self, connection: ReceiverConnection, request: Request) -> None:
         session = request.transfer_id, request.session
         with self._lock:
             grant = self._grants.get(session)
@@ -288,7 +262,7 @@ class PieceServer:
         if refusal:
             connection.answer(AnswerKind.REFUSED, number=request.session, text=refusal)
 
-    def _end(self, session: _SessionKey, *, connection: _Connection | None = None, forget: bool = False) -> None:
+    def _end(self, session: SessionKey, *, connection: ReceiverConnection | None = None, forget: bool = False) -> None:
         """A session asks for nothing more; ``forget``: and never will again."""
         with self._lock:
             grant = self._grants.get(session)
@@ -309,7 +283,7 @@ class PieceServer:
             assert grant.connection is not None
             grant.connection.answer(AnswerKind.ADMITTED, number=session[1])  # type: ignore[index]
 
-    def _give_up(self, connection: _Connection) -> None:
+    def _give_up(self, connection: ReceiverConnection) -> None:
         """A receiver is gone: nothing is sent to it any more, and its places go to others."""
         shut(connection.stream)
         with self._lock:
@@ -320,7 +294,7 @@ class PieceServer:
         for session in sessions:
             self._end(session)
 
-    def _send_all(self, connection: _Connection) -> None:
+    def _send_all(self, connection: ReceiverConnection) -> None:
         while (request := connection.requests.get()) is not None:
             kind, text = AnswerKind.SENT, ""
             connection.working = True
@@ -333,7 +307,7 @@ class PieceServer:
             connection.working = False
             connection.answer(kind, tag=request.tag, number=request.session, text=text)
 
-    def _send_piece(self, connection: _Connection, request: Request) -> None:
+    def _send_piece(self, connection: ReceiverConnection, request: Request) -> None:
         session = request.transfer_id, request.session
         with self._lock:
             grant = self._grants.get(session)

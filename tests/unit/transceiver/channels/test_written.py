@@ -11,7 +11,7 @@ import pytest
 from kvmesh.transceiver.channels.written import ELSEWHERE_S, WrittenByOwner
 from kvmesh.transceiver.liveness import ProcessGoneError, ProcessIdentity, open_process
 from kvmesh.transceiver.planes.base import MoveControl
-from kvmesh.transceiver.staged.client import Limbo
+from kvmesh.transceiver.staged.limbo import Limbo
 from kvmesh.transceiver.staged.rooms import Rooms
 
 ELSEWHERE = msgspec.structs.replace(ProcessIdentity.current(), boot_id="another host")
