@@ -20,7 +20,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 CLIENTS = 200
 AT_A_TIME = 20
 LEASE_S = 2.0
-SERVED_AT_ONCE_S = 5.0  # one small request on a busy two-core machine; it takes a tenth of a second
+SLACK_S = 10.0
+"""What a busy machine may add; the deadlines that would bring pages back otherwise are at a minute."""
+SERVED_AT_ONCE_S = 10.0  # one small request on a busy machine; it takes a tenth of a second
 SLOW_TRANSFERS = "transceiver.during_transfer=pause:0.02,transceiver.before_request=pause:0.02"
 
 
@@ -82,9 +84,9 @@ async def storm(url: str, count: int, seed: int) -> dict[str, int]:
 
 
 def check_whole(mesh: Mesh, begun: dict[str, int]) -> None:
-    """Everything is back within the lease, and the next request is served at once."""
+    """Everything is back with the lease, long before a transfer times out, and the next request is served at once."""
     started_s = time.monotonic()
-    mesh.wait_idle(timeout_s=LEASE_S + 1.0)
+    mesh.wait_idle(timeout_s=LEASE_S + SLACK_S)
     print(f"pages were back after {time.monotonic() - started_s:.2f} s")
     started_s = time.monotonic()
     status, answer = mesh["router"].post("/v1/completions", {"model": DEFAULT_MODEL, "prompt": "Hi", "max_tokens": 4})

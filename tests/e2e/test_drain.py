@@ -20,7 +20,7 @@ from kvmesh.models.store import DEFAULT_MODEL
 pytestmark = pytest.mark.slow
 
 LENGTH = 150
-LEAVES_WITHIN_S = 4.0
+LEAVES_WITHIN_S = 10.0
 
 
 @pytest.fixture(scope="module")
