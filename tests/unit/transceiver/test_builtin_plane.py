@@ -378,12 +378,25 @@ def test_an_owner_that_is_not_there(make_end: Callable[..., End]) -> None:
         receiver.plane.attach(OWNER, described, "receiver")
 
 
+def test_a_receiver_whose_idle_connection_was_shut_connects_again(make_end: Callable[..., End]) -> None:
+    """Silent strangers make the page server shut connections on which nothing has been asked for yet."""
+    owner, receiver = make_end("tcp", seed=1), make_end("tcp", seed=2)
+    receiver.plane.attach(OWNER, owner.plane.describe(), "receiver")
+    address = owner.plane._server.address
+    silent = [socket.create_connection(address) for _ in range(builtin_tcp.MAX_CONNECTIONS + 1)]
+    try:
+        assert receiver.plane.move(OWNER, job(owner, LOCAL, REMOTE)) == 6 * PAGE
+    finally:
+        for connection in silent:
+            connection.close()
+
+
 def test_closing_an_owner_ends_its_connections(make_end: Callable[..., End]) -> None:
     owner, receiver = make_end("tcp"), make_end("tcp")
     receiver.plane.attach(OWNER, owner.plane.describe(), "receiver")
     granted = job(owner, LOCAL, REMOTE)
     owner.plane.close()
-    with pytest.raises(PlaneError, match="failed"):
+    with pytest.raises(PlaneError, match="cannot reach the page server"):
         receiver.plane.move(OWNER, granted)
 
 

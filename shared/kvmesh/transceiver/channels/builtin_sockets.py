@@ -11,12 +11,15 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Final
 
+from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.planes.base import MoveControl, MoveStoppedError, PlaneError
 from kvmesh.transceiver.planes.sockets import STOP_POLL_S, accept, receive_exactly, shut, tune
+from kvmesh.transceiver.planes.strangers import Strangers
 from kvmesh.transceiver.types import PeerKey
 
 __all__ = ["TOKEN_BYTES", "DataListener", "DataSource", "Way"]
@@ -54,6 +57,7 @@ class DataListener:
         self._lock = threading.Lock()
         self._sockets: dict[PeerKey, socket.socket] = {}
         self._closed = False
+        self._strangers = Strangers("kvmesh-channel-hello")
         family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
         self._listener = socket.create_server((bind_host, 0), family=family)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
@@ -110,6 +114,7 @@ class DataListener:
             peers = list(self._sockets)
         shut(self._listener)
         self._listener.close()
+        self._strangers.close()
         for peer in peers:
             self.drop(peer)
         self._thread.join(1.0)
@@ -117,15 +122,17 @@ class DataListener:
     def _accept(self) -> None:
         while (connection := accept(self._listener)) is not None:
             # In a thread of its own: whoever connects and says nothing holds nobody up.
-            threading.Thread(target=self._greet, args=(connection,), name="kvmesh-channel-hello", daemon=True).start()
+            self._strangers.meet(connection, self._greet)
 
     def _greet(self, connection: socket.socket) -> None:
         try:
-            connection.settimeout(HELLO_TIMEOUT_S)
-            magic, token, name_bytes = _HELLO.unpack(receive_exactly(connection, _HELLO.size))
+            by_s = time.monotonic() + HELLO_TIMEOUT_S
+            magic, token, name_bytes = _HELLO.unpack(receive_exactly(connection, _HELLO.size, by_s=by_s))
             known = None
             if magic == _MAGIC and secrets.compare_digest(token, self.token) and name_bytes <= MAX_NAME_BYTES:
-                known = self._way_to(receive_exactly(connection, name_bytes).decode(errors="replace"))
+                name = receive_exactly(connection, name_bytes, by_s=by_s).decode(errors="replace")
+                self._strangers.know(connection)
+                known = self._way_to(name)
             if known is not None and known[1] is Way.SOCKET:
                 self._keep(known[0], connection)
             else:
@@ -265,11 +272,18 @@ class DataSource:
                 self._fill(expected, nbytes)
                 expected.settle()
         except OSError as error:
-            with self._lock:
-                self._lost = f"the data connection to {self._where} was lost: {error}"
-                left, self._expected = list(self._expected.values()), {}
-            for one in left if expected is None else [*left, expected]:
-                one.settle(self._lost)
+            self._lose(str(error), expected)
+        except Exception as error:
+            # The border of error isolation: what one owner sends ends its own connection only.
+            get_logger("transceiver.channel").exception("a data connection failed", owner=self._where)
+            self._lose(repr(error), expected)
+
+    def _lose(self, reason: str, expected: _Expected | None) -> None:
+        with self._lock:
+            self._lost = f"the data connection to {self._where} was lost: {reason}"
+            left, self._expected = list(self._expected.values()), {}
+        for one in left if expected is None else [*left, expected]:
+            one.settle(self._lost)
 
     def _fill(self, expected: _Expected, nbytes: int) -> None:
         readable = select.poll()

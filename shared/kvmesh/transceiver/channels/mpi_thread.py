@@ -197,7 +197,14 @@ class MpiThread:
                 calls, self._calls = self._calls, []
             for call, future in calls:
                 self._answer(call, future)
-            if self._turn() or calls:
+            try:
+                arrived = self._turn()
+            except Exception as error:
+                # Nothing can be said about what is under way; its memory stays in use until the process ends.
+                self._ended = f"MPI has failed ({error!r}); transfers over MPI need this server to be restarted"
+                self._log.exception("MPI has failed; transfers over it fail from here on")
+                break
+            if arrived or calls:
                 last_progress_s = time.monotonic()
         self._end(self._ended)
 
@@ -218,6 +225,10 @@ class MpiThread:
             future.set_exception(PlaneError(self._ended))
         except (self.mpi.Exception, MpiError, PlaneError) as error:
             future.set_exception(PlaneError(str(error)))
+        except Exception as error:
+            # The border of error isolation: one call has failed, others go on.
+            self._log.exception("a call to MPI has failed")
+            future.set_exception(PlaneError(f"a call to MPI has failed: {error!r}"))
 
     def _turn(self) -> bool:
         """Take what has arrived and settle what has ended; returns whether there was any."""

@@ -221,9 +221,10 @@ class UcxChannel:
     def _run(self) -> None:
         try:
             self._progress()
-        except self._errors as error:
+        except Exception as error:
             # Nothing can be said about what is under way; its memory stays in use until the process ends.
-            self._log.error("UCX has failed; transfers over it fail from here on", error=str(error))
+            is_ours = not isinstance(error, self._errors)
+            self._log.error("UCX has failed; transfers over it fail from here on", error=repr(error), exc_info=is_ours)
             self._closed = True
             for key, peer in list(self._peers.items()):
                 self._mailbox.fail(peer.source, f"{key} cannot be reached: UCX has failed")

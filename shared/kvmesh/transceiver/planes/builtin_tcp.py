@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from kvmesh.net.faults import FaultInjectedError, fault_point
+from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.planes.base import MoveControl, MoveJob, MoveStoppedError, Part, PlaneError
 from kvmesh.transceiver.planes.pieces import piece_slices
 from kvmesh.transceiver.planes.sockets import STOP_POLL_S, accept, shut, tune
@@ -38,6 +39,10 @@ SUMMED_SLICE_BYTES: Final = 1 << 20
 MAX_CONNECTIONS: Final = 256
 CONNECT_TIMEOUT_S: Final = 5.0
 ALL: Final = slice(None)
+
+
+_Landing = tuple[int, slice, list[memoryview]]
+"""Index of the part, its pieces, and where their bytes go."""
 
 
 class PoolViews:
@@ -84,6 +89,7 @@ class PageServer:
 
     def __init__(self, pools: Sequence[PoolMemory], *, bind_host: str) -> None:
         self._views = PoolViews(pools)
+        self._log = get_logger("transceiver.pages")
         self._lock = threading.Lock()
         self._grants: dict[tuple[int, int], tuple[bytes, Sequence[Part], MoveControl]] = {}
         self._connections: dict[socket.socket, bool] = {}
@@ -135,7 +141,17 @@ class PageServer:
             if refused:
                 connection.close()
                 continue
+            self._begin(connection)
+
+    def _begin(self, connection: socket.socket) -> None:
+        try:
             threading.Thread(target=self._serve, args=(connection,), name="kvmesh-page-stream", daemon=True).start()
+        except RuntimeError as error:
+            # The system has no thread to spare for now.
+            self._log.warning("a connection is closed", reason=str(error))
+            with self._lock:
+                self._connections.pop(connection, None)
+            connection.close()
 
     def _shut_a_stranger(self) -> bool:
         """Make room for somebody who may have a key: whether there was one who has shown none (under the lock)."""
@@ -153,6 +169,9 @@ class PageServer:
         except (OSError, PlaneError, MoveStoppedError, FaultInjectedError):
             # The receiver left, or the session was revoked: closing the connection is the answer.
             return
+        except Exception:
+            # The border of error isolation: what one receiver makes go wrong ends its own connection only.
+            self._log.exception("pages could not be streamed")
         finally:
             with self._lock:
                 self._connections.pop(connection, None)
@@ -201,11 +220,22 @@ class PageClient:
 
     def pull(self, job: MoveJob) -> int:
         """Read the pages of ``job`` into this process's pools; see :meth:`DataPlane.move`."""
-        if self._connection is None:
-            self._connection = self._connect()
-        connection = self._connection
+        connection, is_new = self._connection, False
+        if connection is None:
+            connection, is_new = self._connect(), True
+        self._connection = connection
         try:
-            return self._pull(connection, job)
+            landings = self._landings(job)
+            try:
+                self._ask(connection, job)
+            except OSError:
+                if is_new:
+                    raise
+                # It was idle, and the owner may have shut it for somebody else: nothing has been asked for yet.
+                connection.close()
+                self._connection = connection = self._connect()
+                self._ask(connection, job)
+            return self._take(connection, job, landings)
         except (OSError, PlaneError, MoveStoppedError) as error:
             # What is left in the stream belongs to this session: a new one needs a new connection.
             self.close()
@@ -227,12 +257,14 @@ class PageClient:
         tune(connection)
         return connection
 
-    def _pull(self, connection: socket.socket, job: MoveJob) -> int:
-        landings = [
+    def _landings(self, job: MoveJob) -> list[_Landing]:
+        return [
             (index, pieces, self._views.buffers(job.parts[index], pieces))
             for index, pieces in piece_slices(job.parts, SUMMED_SLICE_BYTES)
         ]
-        expected = job.num_bytes
+
+    def _ask(self, connection: socket.socket, job: MoveJob) -> None:
+        """Returns when the owner begins to send; OSError when the connection ended before it has answered."""
         connection.settimeout(STOP_POLL_S)
         connection.sendall(_REQUEST.pack(_MAGIC, job.transfer_id, job.session, job.access[:KEY_BYTES]))
         answer = memoryview(bytearray(_ANSWER.size))
@@ -240,8 +272,10 @@ class PageClient:
         magic, status, nbytes = _ANSWER.unpack(answer)
         if magic != _MAGIC or status != _GRANTED:
             raise PlaneError("the owner's page server refused the session")
-        if nbytes != expected:
-            raise PlaneError(f"the owner sends {nbytes} bytes, {expected} are wanted")
+        if nbytes != job.num_bytes:
+            raise PlaneError(f"the owner sends {nbytes} bytes, {job.num_bytes} are wanted")
+
+    def _take(self, connection: socket.socket, job: MoveJob, landings: Sequence[_Landing]) -> int:
         for index, pieces, buffers in landings:
             for some in _batches(buffers):
                 job.control.checkpoint()
@@ -250,7 +284,7 @@ class PageClient:
                 job.sums.add(index, pieces)
         _receive(connection, [memoryview(bytearray(len(_VALID)))], job.control)
         job.control.checkpoint()
-        return expected
+        return job.num_bytes
 
 
 def _batches(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:

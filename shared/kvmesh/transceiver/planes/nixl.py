@@ -32,6 +32,7 @@ FIRST_POLLS: Final = 200
 FIRST_POLL_S: Final = 50e-6
 """A busy loop starves the transport on small machines; this is short against any network round trip."""
 SCRATCH_BYTES: Final = 64
+CLOSE_S: Final = 5.0
 _MEMORY_KIND: Final = {"cpu": "DRAM", "cuda": "VRAM"}
 
 
@@ -199,7 +200,12 @@ class NixlPlane:
                 return
             self._closed = True
             self._ticking.notify_all()
-        self._thread.join()
+        self._thread.join(CLOSE_S)
+        # Whoever is stuck in the library holds the lock.
+        if self._thread.is_alive() or not self._lock.acquire(timeout=CLOSE_S):
+            self._log.warning("NIXL did not end in time; it ends with the process", seconds=CLOSE_S)
+            return
+        self._lock.release()
         for peer in list(self._attached):
             self.detach(peer, "owner")
         with self._lock:
@@ -290,6 +296,7 @@ class NixlPlane:
                 self._log.debug("a write was not released", error=str(error))
 
     def _tick(self) -> None:
+        failed = False
         while True:
             with self._ticking:
                 self._ticking.wait_for(lambda: self._closed or self._open_sessions > 0)
@@ -300,6 +307,11 @@ class NixlPlane:
                     self._agent.get_new_notifs()
                 except self._errors as error:
                     self._log.debug("a peer was lost", error=str(error))
+                except Exception:
+                    # Whose writes need the help fail by their deadline; the others must not miss it.
+                    if not failed:
+                        self._log.exception("NIXL makes no progress")
+                    failed = True
             time.sleep(TICK_S)
 
 

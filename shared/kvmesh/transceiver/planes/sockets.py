@@ -63,15 +63,24 @@ def shut(connection: socket.socket) -> None:
         return
 
 
-def receive_exactly(connection: socket.socket, nbytes: int) -> bytes:
+def receive_exactly(connection: socket.socket, nbytes: int, *, by_s: float | None = None) -> bytes:
     """The next ``nbytes`` bytes.
 
+    Args:
+        connection: to read from; its timeout is changed when there is a ``by_s``.
+        nbytes: how many.
+        by_s: the monotonic time by which all of them must be there, however many pieces they come in.
+
     Raises:
-        OSError: the connection ended before.
+        OSError: the connection ended before, or they did not come in time.
     """
     data = bytearray(nbytes)
     view = memoryview(data)
     while view:
+        if by_s is not None:
+            if (left_s := by_s - time.monotonic()) <= 0:
+                raise TimeoutError("the peer is too slow")
+            connection.settimeout(left_s)
         if not (count := connection.recv_into(view)):
             raise ConnectionResetError("the peer closed the connection")
         view = view[count:]
