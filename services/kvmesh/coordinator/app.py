@@ -246,9 +246,9 @@ class CoordinatorService(Service):
             await self._store.sweep()
 
     def _heard(self, event: MemberEvent) -> None:
-        """The membership has changed: tell the watchers, and close the transfers of whoever died."""
-        if event.kind == "dead":
-            self._ledger.member_died(event.member.instance_id, event.member.epoch)
+        """The membership has changed: tell the watchers, and close the transfers of whoever is gone."""
+        if event.kind == "dead" or event.kind == "left":
+            self._ledger.member_gone(event.member.instance_id, event.member.epoch, event.kind)
         self._wake()
 
     def _wake(self) -> None:

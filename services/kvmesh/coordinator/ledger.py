@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from heapq import nlargest
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -113,8 +113,13 @@ class TransferLedger:
                 self._late += 1
         self._evict()
 
-    def member_died(self, instance_id: str, epoch: int) -> int:
-        """Close the sides that a dead process left open, those of its attention data-parallel ranks included.
+    def member_gone(self, instance_id: str, epoch: int, kind: Literal["left", "dead"]) -> int:
+        """Close the sides that a process left open, those of its attention data-parallel ranks included.
+
+        Args:
+            instance_id: the member.
+            epoch: its life that is over, and with it every earlier one.
+            kind: whether it said goodbye, which cancels what nobody had fetched, or died, which fails it.
 
         Returns:
             How many transfers it had open.
@@ -127,7 +132,10 @@ class TransferLedger:
             if server_of(side.instance_id) == instance_id and side.epoch <= epoch and side.state not in FINAL_STATES
         ]
         for record, side in orphaned:
-            side.state, side.reason, side.unix_ms = "failed", f"{instance_id} died", now_ms
+            side.state, side.reason = (
+                ("failed", f"{instance_id} died") if kind == "dead" else ("cancelled", f"{instance_id} left")
+            )
+            side.unix_ms = now_ms
             record.updated_unix_ms = now_ms
             self._settle(record)
         return len({record.transfer_id for record, _ in orphaned})

@@ -47,6 +47,9 @@ WATCH_S = 30.0
 FAREWELL_S = 1.0
 """How long a stopping process tries to say goodbye; its lease does the rest."""
 
+LAST_WORDS_S = 0.5
+"""Of that, for what the ledger has not heard yet."""
+
 _log = get_logger("discovery")
 
 
@@ -128,6 +131,11 @@ class CoordinatorClient:
         """Tell the others, at once, that this process takes no new work."""
         if self._announcement is not None:
             self._announcement.member = msgspec.structs.replace(self._announcement.member, draining=True)
+        self.tell_now()
+
+    def tell_now(self) -> None:
+        """Send the next heartbeat at once: the load has changed so that the others should know."""
+        if self._announcement is not None:
             self._announcement.hurry.set()
 
     def report(self, events: Iterable[LedgerEvent]) -> None:
@@ -254,6 +262,9 @@ class CoordinatorClient:
         if announcement is None or not announcement.registered:
             return
         member = announcement.member
+        # Whatever the ledger has not heard by then, it takes for given up.
+        with anyio.move_on_after(LAST_WORDS_S):
+            await self._ledger.emptied()
         try:
             await self._http.call("DELETE", f"{self._member_url(member)}?epoch={member.epoch}", dict)
         except (PeerUnreachableError, ApiError, msgspec.DecodeError):

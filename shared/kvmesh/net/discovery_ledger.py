@@ -38,6 +38,8 @@ class LedgerReporter:
         self._clock = clock
         self._queue: deque[LedgerEvent] = deque(maxlen=MAX_QUEUED)
         self._filled = anyio.Event()
+        self._emptied = anyio.Event()
+        self._emptied.set()
         self._dropped = 0
 
     def report(self, events: Iterable[LedgerEvent]) -> None:
@@ -47,6 +49,8 @@ class LedgerReporter:
             self._queue.append(event)
         if self._queue:
             self._filled.set()
+            if self._emptied.is_set():
+                self._emptied = anyio.Event()
 
     async def run(self) -> None:
         """Send what is queued, until cancelled."""
@@ -65,7 +69,12 @@ class LedgerReporter:
             backoff.reset()
             if not self._queue:
                 self._filled = anyio.Event()
+                self._emptied.set()
             await self._clock.sleep(PAUSE_S)
+
+    async def emptied(self) -> None:
+        """Wait until everything that was reported has arrived."""
+        await self._emptied.wait()
 
     def statistics(self) -> dict[str, float]:
         """Events queued now, and dropped since the start."""

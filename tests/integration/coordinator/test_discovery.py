@@ -154,6 +154,23 @@ async def test_ledger_events_survive_an_outage_in_order(coordinator, client, fre
     assert worker.statistics()["ledger_dropped_total"] == 0
 
 
+async def test_what_a_member_leaves_behind_is_closed_but_its_last_words_count(coordinator, client):
+    async with coordinator() as url:
+        async with client(url) as worker:
+            worker.announce(member())
+            await until(lambda: worker.epoch > 0)
+            unread = msgspec.structs.replace(ledger_event(7), state="registered", epoch=worker.epoch)
+            worker.report([unread, msgspec.structs.replace(unread, transfer_id=8)])
+            await until(lambda: worker.statistics()["ledger_queued"] == 0)
+            worker.report([msgspec.structs.replace(ledger_event(8), epoch=worker.epoch)])
+        async with HttpClient() as http:
+            listed = await http.call("GET", f"{url}/transfers", TransferList)
+    assert {r.transfer_id: (r.state, r.sides[0].reason) for r in listed.transfers} == {
+        7: ("cancelled", "context-0 left"),
+        8: ("completed", ""),
+    }
+
+
 async def test_the_ledger_queue_is_bounded(client, free_port):
     async with client(f"http://127.0.0.1:{free_port}", watch=False) as worker:
         worker.report(ledger_event(number) for number in range(10_500))

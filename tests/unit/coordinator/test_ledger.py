@@ -114,12 +114,21 @@ def test_a_dead_member_leaves_nothing_open(clock, ledger):
         ]
     )
     clock.advance(1)
-    assert ledger.member_died("context-0", 1) == 1
+    assert ledger.member_gone("context-0", 1, "dead") == 1
     record = ledger.get(1)
     assert record.state == "failed"
     assert record.sides[0].reason == "context-0 died"
     assert ledger.statistics().open == 2, "the other side, and the newer epoch, have not spoken"
     assert ledger.get(3).state == "completed"
+
+
+def test_a_member_that_left_leaves_nothing_open(ledger):
+    ledger.record([event(1, "context", "registered"), event(2, "context", "completed")])
+    assert ledger.member_gone("context-0", 1, "left") == 1
+    record = ledger.get(1)
+    assert (record.state, record.sides[0].reason) == ("cancelled", "context-0 left")
+    assert ledger.get(2).state == "completed"
+    assert ledger.statistics().open == 0
 
 
 def test_memory_is_bounded_and_the_oldest_finished_goes_first(ledger):
@@ -161,7 +170,7 @@ def test_with_a_server_all_its_ranks_die(ledger):
             event(9, "context", "registered", instance_id="ctx-1"),
         ]
     )
-    assert ledger.member_died("ctx", 1) == 2
+    assert ledger.member_gone("ctx", 1, "dead") == 2
     assert [ledger.get(number).state for number in (7, 8, 9)] == ["failed", "failed", "registered"]
 
 
