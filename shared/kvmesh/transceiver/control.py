@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 
@@ -46,6 +46,8 @@ LINGER_S: Final = 0.2
 CONNECT_TIMEOUT_S: Final = 5.0
 RECONNECT_S: Final = 0.1
 RECONNECT_MAX_S: Final = 5.0
+
+_Told = TypeVar("_Told", str, PeerKey)
 
 Route = bytes | str
 """Where a message goes: the identity of a peer that asks us (bytes), or the endpoint of a peer that we ask (str)."""
@@ -99,6 +101,8 @@ class Control:
         self._log = get_logger("transceiver.control")
         self.endpoint = ""
         self.dropped_total = 0
+        self.isolated_errors_total = 0
+        """What peers made go wrong here, which ended nothing but what it was about: always a defect."""
         self.error: BaseException | None = None
 
     def start(self) -> None:
@@ -140,13 +144,20 @@ class Control:
             # The peer is gone or has stopped reading; whoever waits for it has a deadline.
             self._drop("a control message was not sent", route)
 
-    def connect(self, endpoint: str) -> None:
-        """Open the connection to a peer that we ask; it is kept, and re-established, until :meth:`disconnect`."""
+    def connect(self, endpoint: str) -> bytes:
+        """Open the connection to a peer that we ask; it is kept, and re-established, until :meth:`disconnect`.
+
+        Returns:
+            Our identity there, random and the same until then; empty when everything is closed.
+        """
         with self._lock:
-            if self._closing or endpoint in self._asked:
-                return
+            if (asked := self._asked.get(endpoint)) is not None:
+                return asked.identity
+            if self._closing:
+                return b""
             asked = self._asked[endpoint] = _Asked(self._poller, endpoint, self._name)
         self._dial(asked)
+        return asked.identity
 
     def disconnect(self, endpoint: str) -> None:
         """Close the connection to a peer that we ask, after what is queued for it."""
@@ -341,7 +352,7 @@ class Control:
         tune(connected)
         asked.source = asked.open(connected, GREETING + asked.identity)
         self._sources[asked.source] = lambda events: self._answered(asked, events)
-        self._handler.on_connected(asked.endpoint)
+        self._tell(self._handler.on_connected, asked.endpoint)
 
     def _answered(self, asked: _Asked, events: int) -> None:
         alive = self._progress(asked, events)
@@ -359,7 +370,15 @@ class Control:
 
     def _disconnected(self, asked: _Asked) -> None:
         if not asked.given_up.is_set():
-            self._handler.on_disconnected(asked.endpoint)
+            self._tell(self._handler.on_disconnected, asked.endpoint)
+
+    def _tell(self, handle: Callable[[_Told], None], told: _Told) -> None:
+        try:
+            handle(told)
+        except Exception:
+            # The border of error isolation, as for messages; the transfers of that peer have their deadlines.
+            self.isolated_errors_total += 1
+            self._log.exception("what became of a peer could not be handled", peer=str(told))
 
     def _deliver(self, route: Route, data: bytes) -> None:
         try:
@@ -372,6 +391,7 @@ class Control:
             self._handler.on_message(route, message)
         except Exception as error:
             # The border of error isolation: what one peer says must not end the transfers with all others.
+            self.isolated_errors_total += 1
             self._log.exception("a control message could not be handled", route=str(route), kind=type(message).__name__)
             raise FrameError(f"a {type(message).__name__} could not be handled") from error
 
@@ -387,7 +407,7 @@ class Control:
         self._watch_source(pidfd, lambda _events: self._process_ended(pidfd))
 
     def _process_ended(self, pidfd: int) -> None:
-        self._handler.on_process_ended(self._let_go(pidfd))
+        self._tell(self._handler.on_process_ended, self._let_go(pidfd))
 
     def _unwatch(self, instance_id: str, epoch: int) -> None:
         for pidfd, peer in list(self._watched.items()):

@@ -16,7 +16,7 @@ from kvmesh.transceiver.routes import Route, RouteError, plan_routes
 from kvmesh.transceiver.tickets import Signer
 from kvmesh.transceiver.types import PeerKey
 
-__all__ = ["Handshake", "Introduction", "Pairing", "PairingRefusedError", "pairing_obstacle"]
+__all__ = ["Handshake", "Introduction", "Pairing", "PairingRefusedError", "StrangerError", "pairing_obstacle"]
 
 _Signed = TypeVar("_Signed", Hello, HelloReply)
 
@@ -42,6 +42,10 @@ class Pairing(NamedTuple):
 
 class PairingRefusedError(Exception):
     """Two engines cannot exchange pages; the message names both values of what differs."""
+
+
+class StrangerError(PairingRefusedError):
+    """The peer has not shown that it knows the cluster secret: it learns nothing."""
 
 
 def pairing_obstacle(mine: Introduction, peer: Hello | HelloReply) -> str | None:
@@ -77,8 +81,13 @@ class Handshake:
         self._same = Pairing(mine.layout, plan_routes(mine.layout, mine.layout))
         self._process = msgspec.msgpack.encode(ProcessIdentity.current())
 
-    def hello(self) -> Hello:
-        """A signed introduction."""
+    def hello(self, owner: str, identity: bytes) -> Hello:
+        """A signed introduction, which serves nobody but who sends it.
+
+        Args:
+            owner: the instance that it is for.
+            identity: this engine's on the connection that it goes over.
+        """
         return self._sign(
             Hello(
                 instance_id=self.mine.key.instance_id,
@@ -89,7 +98,8 @@ class Handshake:
                 backend=self.mine.backend,
                 agent=self._agent,
                 process=self._process,
-            )
+            ),
+            _bond(owner, identity),
         )
 
     def reply(self, refused: str | None = None) -> HelloReply:
@@ -108,18 +118,33 @@ class Handshake:
             )
         )
 
-    def pair(self, peer: Hello | HelloReply, side: Side) -> Pairing:
+    def refuse_stranger(self) -> HelloReply:
+        """The answer to who does not share the secret: that, and nothing of this engine."""
+        return HelloReply(
+            instance_id="",
+            epoch=0,
+            layout_digest="",
+            layout_summary="",
+            layout=b"",
+            backend="",
+            refused="the introduction is not signed with the cluster secret, or was made for another connection",
+        )
+
+    def pair(self, peer: Hello | HelloReply, side: Side, identity: bytes = b"") -> Pairing:
         """What an introduction comes to.
 
         Args:
             peer: the introduction.
             side: which of the two this engine is.
+            identity: of the receiver on the connection that its introduction has come over.
 
         Raises:
-            PairingRefusedError: it is not signed with this cluster's secret, or the two do not fit together.
+            StrangerError: it is not signed with this cluster's secret for this engine and this connection.
+            PairingRefusedError: the two do not fit together.
         """
-        if not self._signer.verifies(_payload(peer), peer.auth):
-            raise PairingRefusedError(f"{self.mine.key.instance_id} does not share a cluster secret with this peer")
+        bond = _bond(self.mine.key.instance_id, identity) if isinstance(peer, Hello) else b""
+        if not self._signer.verifies(_payload(peer) + bond, peer.auth):
+            raise StrangerError(f"{self.mine.key.instance_id} does not share a cluster secret with this peer")
         if (obstacle := pairing_obstacle(self.mine, peer)) is not None:
             raise PairingRefusedError(obstacle)
         if peer.layout == self._layout:
@@ -131,9 +156,14 @@ class Handshake:
         except (LayoutError, RouteError) as error:
             raise PairingRefusedError(f"the page layout of {peer.instance_id} does not fit: {error}") from error
 
-    def _sign(self, message: _Signed) -> _Signed:
-        message.auth = self._signer.mac(_payload(message))
+    def _sign(self, message: _Signed, bond: bytes = b"") -> _Signed:
+        message.auth = self._signer.mac(_payload(message) + bond)
         return message
+
+
+def _bond(owner: str, identity: bytes) -> bytes:
+    """What an introduction is bound to beside what it says: recorded, it opens no other engine, and no other route."""
+    return msgspec.msgpack.encode((owner, identity))
 
 
 def _payload(message: Hello | HelloReply) -> bytes:

@@ -18,8 +18,9 @@ from kvmesh.transceiver.workers import WorkerBusyError
 
 __all__ = ["Link", "LinkState", "Links"]
 
-LOST_RETENTION_S: Final = 60.0
-"""How long a lost connection is retried: a last acknowledgement may still have to reach an owner that lives."""
+LOST_RETENTION_S: Final = 3600.0
+"""How long a lost connection is retried, unless its peer is known to be dead: a last acknowledgement may still have to
+reach an owner that lives, and keeps its pages pinned until then. Retrying costs one attempt every few seconds."""
 
 
 class LinkState(Enum):
@@ -88,8 +89,8 @@ class Links:
             self.drop(link, "peer_lost", f"{peer} has taken the place of {link.peer}")
         deadline_s = self._engine.clock.monotonic_s() + self._engine.times.connect_s
         link = self._links[endpoint] = Link(endpoint, peer, deadline_s)
-        self._engine.dial(endpoint)
-        self._engine.send(endpoint, self._engine.handshake.hello())
+        identity = self._engine.dial(endpoint)
+        self._engine.send(endpoint, self._engine.handshake.hello(peer.instance_id, identity))
         return link
 
     def on_reply(self, endpoint: str, reply: HelloReply) -> None:

@@ -52,8 +52,8 @@ class LocalEngine:
     send: Callable[[Route, ControlMessage], None]
     admit: Callable[[bytes], None]
     """A receiver has introduced itself as one of ours: its messages may be large."""
-    dial: Callable[[str], None]
-    """Open the connection to an owner."""
+    dial: Callable[[str], bytes]
+    """Open the connection to an owner; returns this engine's identity there."""
     hang_up: Callable[[str], None]
     """Close the connection to an owner, after what is queued for it."""
     watch: Callable[[int, PeerKey], None]

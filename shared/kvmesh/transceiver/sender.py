@@ -12,7 +12,7 @@ import secrets
 from kvmesh.protocol.transfer import CancelSession, Hello, Refused, RequestData, ResultAck, Ticket, TransferResult
 from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.early_sender import EarlySender
-from kvmesh.transceiver.handshake import PairingRefusedError
+from kvmesh.transceiver.handshake import PairingRefusedError, StrangerError
 from kvmesh.transceiver.local import LocalEngine
 from kvmesh.transceiver.parts import HeldPages, choose_sources, make_parts
 from kvmesh.transceiver.peers import Receivers, watch_process
@@ -147,7 +147,11 @@ class SenderSide:
         engine = self._engine
         peer = PeerKey(hello.instance_id, hello.epoch)
         try:
-            pairing = engine.handshake.pair(hello, "owner")
+            pairing = engine.handshake.pair(hello, "owner", route)
+        except StrangerError as refusal:
+            self._log.warning("refused to pair with a stranger", reason=str(refusal))
+            engine.send(route, engine.handshake.refuse_stranger())
+            return
         except PairingRefusedError as refusal:
             self._log.warning("refused to pair", peer=str(peer), reason=str(refusal))
             engine.send(route, engine.handshake.reply(refused=str(refusal)))

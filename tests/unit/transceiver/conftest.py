@@ -230,11 +230,15 @@ class Wire:
             workers=InlineWorkers(),  # type: ignore[arg-type]
             send=self._send,
             admit=lambda route: None,
-            dial=self.dialled.append,
+            dial=self._dial,
             hang_up=lambda endpoint: None,
             watch=lambda pidfd, peer: __import__("os").close(pidfd),
             peer_gone=lambda peer: None,
         )
+
+    def _dial(self, endpoint: str) -> bytes:
+        self.dialled.append(endpoint)
+        return self.ROUTE
 
     def _send(self, route: bytes | str, message: Any) -> None:
         (self.to_generation if isinstance(route, bytes) else self.to_context).append(message)

@@ -190,12 +190,32 @@ def test_a_lost_connection_that_nobody_needs_is_given_up(pull: Wire) -> None:
     assert len(pull.receiver.links) == 0
 
 
+def test_a_network_that_is_back_after_minutes_unpins_what_was_read(pull: Wire) -> None:
+    """The answer, and with it the end of the session, were lost; both sides live."""
+    pull.ask(7, pull.offer(7))
+    pull.deliver_to_context()
+    pull.context.workers.run()
+    pull.to_generation.clear()
+    pull.receiver.on_disconnected(pull.ENDPOINT)
+    assert pull.receiver.poll(0).failed[0].code == "peer_lost"
+    pull.to_context.clear()
+    pull.clock.advance(600)
+    pull.receiver.sweep()
+    assert pull.receiver.links.get(pull.ENDPOINT) is not None, "still dialled"
+    assert pull.sender.sweep() == [7]
+    assert not pull.sender.cancel(7)
+    pull.receiver.on_connected(pull.ENDPOINT)
+    pull.pump()
+    assert pull.sender.poll(0).cancelled == [7]
+    assert pull.released(7) == (1, 1)
+
+
 def test_a_new_life_of_a_receiver_fences_the_old_one(pull: Wire) -> None:
     pull.ask(7, pull.offer(7))
     pull.deliver_to_context()
     object.__setattr__(pull.generation, "key", pull.generation.key._replace(epoch=2))
     pull.generation.handshake.mine = pull.generation.handshake.mine._replace(key=pull.generation.key)
-    pull.sender.on_hello(b"new route", pull.generation.handshake.hello())
+    pull.sender.on_hello(b"new route", pull.generation.handshake.hello("context", b"new route"))
     assert pull.sender.poll(0).failed[0].code == "peer_dead"
     assert len(pull.sender.receivers) == 1
 
@@ -238,16 +258,16 @@ def test_a_life_that_is_over_is_not_asked(wire: Wire) -> None:
 
 def test_a_life_that_is_over_cannot_introduce_itself_again(pull: Wire) -> None:
     """Neither one whose death was told, nor one whose successor was met."""
-    old = pull.generation.handshake.hello()
+    old = pull.generation.handshake.hello("context", b"again")
     pull.sender.peer_dead("generation", 1)
     pull.sender.on_hello(b"again", old)
     [reply] = pull.to_generation
     assert "generation#1 is over" in reply.refused
     assert reply.agent == b""
     pull.generation.handshake.mine = pull.generation.handshake.mine._replace(key=PeerKey("generation", 3))
-    pull.sender.on_hello(b"third", pull.generation.handshake.hello())
+    pull.sender.on_hello(b"third", pull.generation.handshake.hello("context", b"third"))
     pull.generation.handshake.mine = pull.generation.handshake.mine._replace(key=PeerKey("generation", 2))
-    pull.sender.on_hello(b"second", pull.generation.handshake.hello())
+    pull.sender.on_hello(b"second", pull.generation.handshake.hello("context", b"second"))
     assert [reply.refused is None for reply in pull.to_generation] == [False, True, False]
     assert len(pull.sender.receivers) == 1
 

@@ -11,7 +11,7 @@ from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
 from kvmesh.cache.sharding import shard_requirements
 from kvmesh.protocol.transfer import Hello, HelloReply
 from kvmesh.protocol.version import PROTOCOL_VERSION
-from kvmesh.transceiver.handshake import Handshake, Introduction, PairingRefusedError
+from kvmesh.transceiver.handshake import Handshake, Introduction, PairingRefusedError, StrangerError
 from kvmesh.transceiver.peer_layouts import read_layout
 from kvmesh.transceiver.planes.base import Side
 from kvmesh.transceiver.tickets import Signer
@@ -22,6 +22,9 @@ LAYERS = tuple(LayerCacheSpec(layer_index=i, num_kv_heads=4, head_dim=16, dtype=
 
 def layout(tp_size: int = 1) -> PageLayout:
     return PageLayout.build(shard_requirements(CacheRequirements(LAYERS), tp_size, 1), 8)
+
+
+BOND = msgspec.msgpack.encode(("a", b""))
 
 
 def handshake(
@@ -38,7 +41,7 @@ def refusal(mine: Handshake, message: Hello | HelloReply) -> str:
 
 
 def test_equal_engines_pair_page_by_page() -> None:
-    for message in (handshake("b").hello(), handshake("b").reply()):
+    for message in (handshake("b").hello("a", b""), handshake("b").reply()):
         pairing = handshake("a").pair(message, "owner")
         assert [route.spans for route in pairing.routes] == [((0, 0, layout().groups[0].page_bytes),)]
 
@@ -46,21 +49,21 @@ def test_equal_engines_pair_page_by_page() -> None:
 def test_engines_of_unequal_ranks_pair_and_agree_on_the_routes() -> None:
     """semantics §6.7"""
     owner, receiver = handshake("a", tp_size=2), handshake("b")
-    there = owner.pair(receiver.hello(), "owner")
+    there = owner.pair(receiver.hello("a", b""), "owner")
     here = receiver.pair(owner.reply(), "receiver")
     assert there.routes == here.routes
     assert (there.layout, here.layout) == (layout(), layout(2))
 
 
 def test_another_layout_is_refused_naming_both() -> None:
-    sentence = refusal(handshake("a"), handshake("b", digest="2" * 64).hello())
+    sentence = refusal(handshake("a"), handshake("b", digest="2" * 64).hello("a", b""))
     for part in ("model or cache layout differs", "1" * 16, "2" * 16, "layout of a", "layout of b"):
         assert part in sentence
 
 
 def test_a_layout_that_is_none_is_refused() -> None:
     other = handshake("b")
-    hello = other._sign(_with(other.hello(), layout=b"\xc1"))
+    hello = other._sign(_with(other.hello("a", b""), layout=b"\xc1"), BOND)
     assert "the page layout of b does not fit" in refusal(handshake("a"), hello)
 
 
@@ -117,7 +120,7 @@ def with_buffer(**changes: Any) -> PageLayout:
 def test_a_layout_that_contradicts_itself_or_its_digest_is_refused(stated: PageLayout, side: Side) -> None:
     """Bytes outside a page would be another request's."""
     other = handshake("b")
-    hello = other._sign(_with(other.hello(), layout=msgspec.msgpack.encode(stated)))
+    hello = other._sign(_with(other.hello("a", b""), layout=msgspec.msgpack.encode(stated)), BOND)
     with pytest.raises(PairingRefusedError, match="the page layout of b does not fit: "):
         handshake("a").pair(hello, side)
 
@@ -136,20 +139,20 @@ def test_every_layout_that_is_built_is_believed(tp_size: int, windows: tuple[int
 
 
 def test_another_backend_is_refused_naming_both() -> None:
-    sentence = refusal(handshake("a"), handshake("b", backend="BUILTIN").hello())
+    sentence = refusal(handshake("a"), handshake("b", backend="BUILTIN").hello("a", b""))
     assert "b uses BUILTIN, a uses NIXL" in sentence
 
 
 def test_another_protocol_is_refused() -> None:
     other = handshake("b")
-    hello = other._sign(_with(other.hello(), protocol=99))
+    hello = other._sign(_with(other.hello("a", b""), protocol=99), BOND)
     assert refusal(handshake("a"), hello) == (f"transfer protocol differs: b speaks 99, a speaks {PROTOCOL_VERSION}")
 
 
 def test_a_stranger_is_refused() -> None:
-    sentence = refusal(handshake("a"), handshake("b", secret=b"other").hello())
+    sentence = refusal(handshake("a"), handshake("b", secret=b"other").hello("a", b""))
     assert sentence == "a does not share a cluster secret with this peer"
-    tampered = _with(handshake("b").hello(), agent=b"other memory")
+    tampered = _with(handshake("b").hello("a", b""), agent=b"other memory")
     assert refusal(handshake("a"), tampered) == sentence
 
 
@@ -163,3 +166,12 @@ def _with(message, **changes):  # type: ignore[no-untyped-def]
     for name, value in changes.items():
         setattr(message, name, value)
     return message
+
+
+def test_a_recorded_introduction_serves_nobody_else() -> None:
+    """Neither at another engine, nor over another connection."""
+    hello = handshake("b").hello("a", b"route")
+    handshake("a").pair(hello, "owner", b"route")
+    for owner, route in (("a", b"another route"), ("c", b"route")):
+        with pytest.raises(StrangerError):
+            handshake(owner).pair(hello, "owner", route)

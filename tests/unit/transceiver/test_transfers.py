@@ -206,6 +206,17 @@ def test_an_expired_hand_off_is_refused_before_anyone_is_asked(wire: Wire, tools
         wire.receiver.open(7, "r", handoff, tools.FakeLease([1, 2, 3, 4]), [0], tools.PROMPT_DIGEST)
 
 
+def test_a_stranger_learns_nothing_from_the_refusal_of_its_introduction(pull: Wire) -> None:
+    hello = pull.generation.handshake.hello("context", b"a route")
+    pull.sender.on_hello(b"another route", hello)
+    (reply,) = pull.to_generation
+    assert "not signed with the cluster secret" in reply.refused
+    said = [getattr(reply, name) for name in ("instance_id", "layout_digest", "layout_summary", "backend")]
+    assert (said, reply.epoch) == ([""] * 4, 0)
+    assert reply.layout == reply.agent == reply.process == reply.auth == b""
+    assert pull.sender.receivers.route(pull.generation.key) == pull.ROUTE, "its connection was not taken over"
+
+
 def test_a_stranger_is_asked_to_introduce_itself(wire: Wire) -> None:
     wire.ask(7, wire.offer(7))
     (request,) = wire.to_context
