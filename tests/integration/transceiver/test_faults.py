@@ -143,6 +143,30 @@ def test_a_stopped_writer_that_is_taken_for_dead_gets_no_page_back(make_pair: Ca
     assert pair.generation.stats()["quarantined_pages"] == 0
 
 
+@pytest.mark.parametrize("way", ["memfd", "tcp", "staged-memfd", "staged-tcp"])
+def test_a_stopped_reader_that_is_taken_for_dead_gets_nobody_elses_pages(
+    make_pair: Callable[..., Pair], way: str
+) -> None:
+    """Its lease has run out, the owner's pages belong to another request, and it goes on; no checksum tells."""
+    pair = make_pair(way, checksums=False)
+    pair.generation.close_gate(point=DURING)
+    wanted = pair.context.digest(pages=SOURCE)
+    begin(pair)
+    assert pair.generation.reached(point=DURING)
+    pair.context.dead(instance="generation")
+    pair.release(pair.context, "context")
+    pair.context.fill(seed=99)
+    assert pair.context.digest(pages=SOURCE) != wanted
+    pair.generation.open_gate(point=DURING)
+    ended = pair.settle(pair.generation, "generation", {7})
+    if ended["completed"]:
+        assert way == "tcp", "all of it lay in the sockets before"
+        assert pair.generation.digest(pages=TARGET) == wanted
+    else:
+        assert ended["failed"][0][2] in ("transfer_failed", "peer_lost", "peer_dead")
+    pair.release(pair.generation, "generation")
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ending", ["continues", "dies"])
 def test_a_stopped_receiver_keeps_the_owners_pages_pinned(

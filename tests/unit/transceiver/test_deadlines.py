@@ -257,5 +257,5 @@ def test_a_peer_that_does_not_answer_fails_its_transfers_after_ten_seconds(
         wire.clock.advance(0.001)
     (failure,) = wire.receiver.poll(at_least).failed
     assert (failure.status, failure.code) == (503, "peer_unreachable")
-    assert "context#1 at tcp://context did not answer in 10 s" in failure.message
+    assert "context#1 at tcp://context:1 did not answer in 10 s" in failure.message
     assert wire.leases["generation", 7].released == 1
