@@ -159,8 +159,8 @@ class Feeds:
                 _log.warning("a worker's blocks are read anew", instance_id=feed.source.instance_id, why=item.reason)
                 self._index.clear(feed.source)
             case Disconnected():
-                # Most likely it died. Its blocks come back with it, if it is the same life that does.
-                _log.warning("a worker's event stream broke off", instance_id=feed.source.instance_id)
+                # It stops, or has died, which the coordinator says. Its blocks come back with the same life of it.
+                _log.info("a worker's event stream broke off", instance_id=feed.source.instance_id)
                 self._index.hide(feed.source)
             case Connected():
                 self._index.show(feed.source)

@@ -6,6 +6,8 @@ A refusal of one request (4xx) and "busy" (429, 503) say nothing about the serve
 
 from __future__ import annotations
 
+import math
+
 from kvmesh.net.clock import Clock
 
 __all__ = ["Breaker"]
@@ -21,7 +23,7 @@ MAX_WAIT_S = 10.0
 class Breaker:
     """State of one server."""
 
-    __slots__ = ("_clock", "_failures", "_wait_s", "opened_total", "retry_at_s")
+    __slots__ = ("_clock", "_failures", "_wait_s", "opened_total", "retry_at_s", "well_at_s")
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -29,6 +31,8 @@ class Breaker:
         self._wait_s = FIRST_WAIT_S
         self.retry_at_s: float | None = None
         """When to probe, in the clock's monotonic seconds; None while closed."""
+        self.well_at_s = -math.inf
+        """When something last went well, in the clock's monotonic seconds."""
         self.opened_total = 0
 
     @property
@@ -41,6 +45,7 @@ class Breaker:
         self._failures = 0
         self._wait_s = FIRST_WAIT_S
         self.retry_at_s = None
+        self.well_at_s = self._clock.monotonic_s()
 
     def failed(self) -> None:
         """A request failed by the server's fault: it answered 500, broke off or hangs."""

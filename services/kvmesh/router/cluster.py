@@ -29,11 +29,13 @@ class Unusable(NamedTuple):
 class Server:
     """One member with what this router knows of its health."""
 
-    __slots__ = ("breaker", "member", "problem")
+    __slots__ = ("breaker", "heard_at_s", "member", "problem")
 
-    def __init__(self, member: Member, breaker: Breaker, problem: str | None) -> None:
+    def __init__(self, member: Member, breaker: Breaker, problem: str | None, heard_at_s: float) -> None:
         self.member = member
         self.breaker = breaker
+        self.heard_at_s = heard_at_s
+        """When ``member`` came, in the monotonic seconds of the breaker's clock."""
         self.problem = problem
         """Why the server is never used, whatever its health; None for a prepared one."""
 
@@ -43,7 +45,8 @@ class Server:
             return self.problem
         if self.member.draining:
             return "draining"
-        if not self.member.load.healthy:
+        # An answer that came after the heartbeat knows better.
+        if not self.member.load.healthy and self.breaker.well_at_s <= self.heard_at_s:
             return "engine not answering"
         return None if self.breaker.closed else "not answering"
 
@@ -125,11 +128,11 @@ class Cluster:
             known = None
         problem = preparation_problem(member, dialects=self._dialects, tokens_per_block=self._tokens_per_block)
         if known is None:
-            self._servers[member.instance_id] = Server(member, Breaker(self._clock), problem)
+            self._servers[member.instance_id] = Server(member, Breaker(self._clock), problem, self._clock.monotonic_s())
             if problem is not None and self._on_problem is not None:
                 self._on_problem(member, problem)
         else:
-            known.member, known.problem = member, problem
+            known.member, known.problem, known.heard_at_s = member, problem, self._clock.monotonic_s()
         self._loads.heard(member.instance_id, member.load)
 
     def get(self, instance_id: str) -> Server | None:

@@ -6,6 +6,7 @@ still keeps. Nothing is lost in silence.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
@@ -258,7 +259,9 @@ class EventSubscriber:
         except ReplayFailedError as error:
             self.statistics.replay_failures_total += 1
             self._no_replay_before_s = self._clock.monotonic_s() + REPLAY_COOLDOWN_S
-            _log.warning("replay failed", endpoint=self.replay_endpoint, start=start, error=str(error))
+            # Without a connection the publisher is gone, and the rest of the mesh knows.
+            level = logging.WARNING if self.connected else logging.INFO
+            _log.log(level, "replay failed", endpoint=self.replay_endpoint, start=start, error=str(error))
             return False
         return await self._catch_up()  # from nothing, so this recognises whatever comes
 

@@ -34,6 +34,7 @@ from kvmesh.worker.delivery import deliver_stream, deliver_whole
 from kvmesh.worker.engine_metrics import collect_engines, expose_world_size
 from kvmesh.worker.facts import load_of, member_of, server_info, stats_body
 from kvmesh.worker.kv_events import KvEventsRoute
+from kvmesh.worker.liveness import HEALTH_TIMEOUT_S, Liveness
 from kvmesh.worker.membership import join_mesh
 from kvmesh.worker.observations import Observations
 from kvmesh.worker.plans import ModelFacts, Planner
@@ -43,9 +44,6 @@ from kvmesh.worker.ranks import EngineGroup
 
 __all__ = ["WorkerFailedError", "WorkerService"]
 
-HEALTH_TIMEOUT_S = 10.0
-"""Longest step after which the executor must have answered a ping: a full prefill chunk on one slow core."""
-LOOP_CHECK_S = 2.0
 FAILURE_GRACE_S = 1.0
 """Between a failure and the end of the process: time for the failed requests' answers to leave."""
 
@@ -92,7 +90,7 @@ class WorkerService(Service):
         self._context_legs = ContextLegs()
         self._conversations = ActiveConversations()
         self._kv_events = KvEventsRoute()
-        self._healthy = True
+        self._liveness = Liveness(self._tell_now)
         self._failure: str | None = None
         self._failed = anyio.Event()
         self._leave = anyio.Event()
@@ -140,7 +138,7 @@ class WorkerService(Service):
         self._engine = engine
         tasks.start_soon(self._watch_engine, engine)
         tasks.start_soon(self._end_when_failed)
-        tasks.start_soon(self._watch_loop, engine)
+        tasks.start_soon(self._liveness.watch, engine.ping)
         pages = sum(rank.num_pages for rank in ranks)
         _log.info("ready", model=self._facts.name, pages=pages, transfer=ranks[0].transfer_backend, dp_size=engine.size)
 
@@ -201,7 +199,7 @@ class WorkerService(Service):
 
     def load(self) -> Load:
         """What this worker tells the others with each heartbeat."""
-        return Load() if self._engine is None else load_of(self._engine.stats, healthy=self._healthy)
+        return Load() if self._engine is None else load_of(self._engine.stats, healthy=self._liveness.healthy)
 
     async def _host_engine(self, *, task_status: TaskStatus[EngineGroup]) -> None:
         """Own the engines from launch to end, in one task as their task group demands."""
@@ -216,17 +214,9 @@ class WorkerService(Service):
     async def _watch_engine(self, engine: EngineGroup) -> None:
         self._fail(f"the engine is dead: {await engine.wait_dead()}")
 
-    async def _watch_loop(self, engine: EngineGroup) -> None:
-        """Know whether the executor still turns, so that heartbeats tell the truth."""
-        while True:
-            await anyio.sleep(LOOP_CHECK_S)
-            try:
-                await engine.ping(HEALTH_TIMEOUT_S)
-                self._healthy = True
-            except ApiError as error:
-                if self._healthy:
-                    _log.warning("the executor does not answer; no new requests until it does", error=error.message)
-                self._healthy = False
+    def _tell_now(self) -> None:
+        if self._coordinator is not None:
+            self._coordinator.tell_now()
 
     def _fail(self, reason: str) -> None:
         if self._failure is None:

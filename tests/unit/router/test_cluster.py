@@ -97,6 +97,20 @@ def test_a_server_whose_engine_does_not_answer_is_not_used(mesh: Mesh) -> None:
     assert names(mesh.cluster.select("both", "m")[0]) == ["b"]
 
 
+def test_an_answer_counts_for_more_than_an_older_heartbeat(mesh: Mesh) -> None:
+    mesh.tell("joined", member("b", "both"))
+    mesh.cluster.get("b").breaker.succeeded()
+    mesh.clock.advance(1)
+    mesh.tell("updated", member("b", "both", load=Load(healthy=False)))
+    assert mesh.cluster.get("b").unusable() == "engine not answering", "the heartbeat is newer"
+    mesh.clock.advance(1)
+    mesh.cluster.get("b").breaker.succeeded()
+    assert mesh.cluster.get("b").unusable() is None
+    mesh.clock.advance(1)
+    mesh.tell("updated", member("b", "both", load=Load(healthy=False)))
+    assert mesh.cluster.get("b").unusable() == "engine not answering"
+
+
 def test_due_probes_follow_the_breakers(mesh: Mesh) -> None:
     mesh.tell("joined", member("a", "context"))
     mesh.cluster.get("a").breaker.unreachable()
