@@ -38,8 +38,13 @@ NEVER = {
 }
 """What a shared package must not know."""
 
-CACHE_FACE = ("kvmesh.cache.layout", "kvmesh.cache.sharding", "kvmesh.cache.storage.probe")
-"""The modules of the cache that the transceiver and the models may know: its vocabulary, and what the machine has."""
+CACHE_FACE = (
+    "kvmesh.cache.layout",
+    "kvmesh.cache.sharding",
+    "kvmesh.cache.shared_memory",
+    "kvmesh.cache.storage.probe",
+)
+"""The modules of the cache that the transceiver and the models may know: its vocabulary, and the machine's memory."""
 
 
 class Import(NamedTuple):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvmesh.cache.shared_memory import map_shared
 from kvmesh.kernels import ops
 
 if TYPE_CHECKING:
@@ -219,13 +220,7 @@ class CpuDevice:
         if not 0 < nbytes <= self._free_bytes:
             raise DeviceMemoryError(f"cannot allocate {nbytes} bytes: the cpu device has {self._free_bytes} bytes left")
         reserve = max(nbytes, reserve_bytes or 0)
-        fd = os.memfd_create("kvmesh-kv-cache", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(fd, reserve)
-            mapping = mmap.mmap(fd, reserve, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        except OSError:
-            os.close(fd)
-            raise
+        fd, mapping = map_shared("kvmesh-kv-cache", reserve)
         array = np.frombuffer(mapping, dtype=np.uint8)
         self._free_bytes -= nbytes
         return DeviceBuffer(array.ctypes.data, nbytes, fd=fd, owner=array, reserve_bytes=reserve)

@@ -1,12 +1,22 @@
-"""From the address that was bound to the one that others connect to."""
+"""Addresses to listen at, and from the one that was bound to the one that others connect to."""
 
 from __future__ import annotations
 
 import socket
 
-__all__ = ["reachable_endpoint", "reachable_host"]
+__all__ = ["listen", "reachable_endpoint", "reachable_host"]
 
 _WILDCARDS = frozenset({"*", "0.0.0.0", "::", "[::]"})  # noqa: S104  compared with, not bound
+
+
+def listen(host: str, port: int = 0, *, backlog: int = 256) -> socket.socket:
+    """A TCP listener, IPv4 or IPv6 as the address says; port 0: one of the system's choice.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=backlog)
 
 
 def reachable_host(host: str) -> str:

@@ -6,7 +6,6 @@ A service is a :class:`Service`; :func:`run_service` is a whole process around i
 from __future__ import annotations
 
 import signal
-import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import NamedTuple
@@ -15,7 +14,7 @@ import anyio
 from aiohttp import web
 from anyio.abc import TaskGroup
 
-from kvmesh.net.address import reachable_host
+from kvmesh.net.address import listen, reachable_host
 from kvmesh.net.faults import arm_from_environment
 from kvmesh.net.http import MAX_BODY_BYTES, Handler, Middleware, json_response, middlewares
 from kvmesh.protocol.errors import unavailable
@@ -128,9 +127,7 @@ async def serving(service: Service, host: str = "127.0.0.1", port: int = 0) -> A
     Raises:
         OSError: the address cannot be bound.
     """
-    listener = socket.create_server(
-        (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=LISTEN_BACKLOG
-    )
+    listener = listen(host, port, backlog=LISTEN_BACKLOG)
     url = f"http://{reachable_host(host)}:{listener.getsockname()[1]}"
     # A client that leaves cancels its handler: that is how a request learns that nobody wants it any more.
     runner = web.AppRunner(service.app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)

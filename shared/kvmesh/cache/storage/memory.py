@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmesh.cache.device import Device, DeviceBuffer, Fence
+from kvmesh.cache.shared_memory import map_shared
 from kvmesh.kernels import ops
 
 __all__ = ["HostPool", "PageMemory", "RemotePool", "Slots"]
@@ -82,7 +83,9 @@ class HostPool(PageMemory):
             # Private, for a shared mapping could not grow.
             self._mapping = mmap.mmap(-1, _mapped_bytes(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
-            self.fd, self._mapping = _shared(_mapped_bytes(max(num_pages, reserve_pages) * page_bytes))
+            self.fd, self._mapping = map_shared(
+                "kvmesh-host-tier", _mapped_bytes(max(num_pages, reserve_pages) * page_bytes)
+            )
         super().__init__(self._view(nbytes), page_bytes)
         self._registered = False
         self._register()
@@ -181,16 +184,6 @@ class RemotePool:
     def store(self, slots: Slots, memory: PageMemory, rows: Slots) -> None:
         """Enqueue the copy of ``rows`` of registered ``memory`` to pages of the device."""
         memory.being_read(self._device.upload(self._buffer, slots, memory.array, rows, self._page_bytes))
-
-
-def _shared(nbytes: int) -> tuple[int, mmap.mmap]:
-    fd = os.memfd_create("kvmesh-host-tier", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(fd, nbytes)
-        return fd, mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-    except BaseException:
-        os.close(fd)
-        raise
 
 
 def _mapped_bytes(nbytes: int) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Final
 
+from kvmesh.net.address import listen
 from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.planes.base import MoveControl, MoveStoppedError, PlaneError
 from kvmesh.transceiver.planes.sockets import STOP_POLL_S, accept, receive_exactly, shut, tune
@@ -58,8 +59,7 @@ class DataListener:
         self._sockets: dict[PeerKey, socket.socket] = {}
         self._closed = False
         self._strangers = Strangers("kvmesh-channel-hello")
-        family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
-        self._listener = socket.create_server((bind_host, 0), family=family)
+        self._listener = listen(bind_host)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._thread = threading.Thread(target=self._accept, name="kvmesh-channel-accept", daemon=True)
         self._thread.start()

@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from kvmesh.net.address import reachable_host
+from kvmesh.net.address import listen, reachable_host
 from kvmesh.transceiver.planes.base import PlaneError
 from kvmesh.transceiver.planes.sockets import accept, receive_exactly, shut
 from kvmesh.transceiver.planes.strangers import Strangers
@@ -64,8 +64,7 @@ class Meeting:
         self._step_timeout_s = step_timeout_s
         self._open_port, self._accept = open_port, accept
         self._strangers = Strangers("kvmesh-mpi-meeting")
-        family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
-        self._listener = socket.create_server((bind_host, 0), family=family, backlog=BACKLOG)
+        self._listener = listen(bind_host, backlog=BACKLOG)
         self.address: tuple[str, int] = (reachable_host(bind_host).strip("[]"), self._listener.getsockname()[1])
         self._thread = threading.Thread(target=self._run, name="kvmesh-mpi-meeting", daemon=True)
         self._thread.start()

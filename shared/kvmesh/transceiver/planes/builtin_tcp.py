@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from kvmesh.net.address import listen
 from kvmesh.net.faults import FaultInjectedError, fault_point
 from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.planes.base import MoveControl, MoveJob, MoveStoppedError, Part, PlaneError
@@ -95,8 +96,7 @@ class PageServer:
         self._connections: dict[socket.socket, bool] = {}
         """Whether it has shown a key yet, oldest first."""
         self._closed = False
-        family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
-        self._listener = socket.create_server((bind_host, 0), family=family, backlog=MAX_CONNECTIONS)
+        self._listener = listen(bind_host, backlog=MAX_CONNECTIONS)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._thread = threading.Thread(target=self._accept, name="kvmesh-page-server", daemon=True)
         self._thread.start()

@@ -7,7 +7,6 @@ after its last copy. There is one word for each grant, never used again for anot
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 import threading
@@ -16,6 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvmesh.cache.shared_memory import map_shared
 from kvmesh.transceiver.planes.base import PlaneError
 
 __all__ = ["GRANT_BYTES", "GrantBoard", "check_grant"]
@@ -40,11 +40,10 @@ class GrantBoard:
     def __init__(self) -> None:
         nbytes = NUM_SLOTS * _WORD_BYTES
         try:
-            self.fd = os.memfd_create("kvmesh-grants", os.MFD_CLOEXEC)
-            os.ftruncate(self.fd, nbytes)
-            self._words = np.frombuffer(mmap.mmap(self.fd, nbytes), dtype="<u8")
+            self.fd, mapping = map_shared("kvmesh-grants", nbytes)
         except OSError as error:
             raise PlaneError(f"no shared memory for grants: {error.strerror}") from error
+        self._words = np.frombuffer(mapping, dtype="<u8")
         self._lock = threading.Lock()
         self._slots: dict[tuple[int, int], int] = {}
         self._given_back: list[int] = []

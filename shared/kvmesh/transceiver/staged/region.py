@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmesh.cache.layout import PageLayout
+from kvmesh.cache.shared_memory import map_shared
 from kvmesh.cache.storage.probe import available_host_bytes
 from kvmesh.transceiver.channels.base import Region
 from kvmesh.transceiver.planes.base import PlaneError
@@ -81,19 +82,15 @@ class StagingMemory:
                 f"cannot take {size.nbytes} bytes for a staging buffer ({option}): {available_bytes} bytes of host "
                 "memory are available"
             )
-        self._fd: int | None = os.memfd_create("kvmesh-staging", os.MFD_CLOEXEC)
+        self._fd: int | None
         try:
-            os.ftruncate(self._fd, size.nbytes)
-            if size.reserved:
-                os.posix_fallocate(self._fd, 0, size.nbytes)
-            mapping = mmap.mmap(self._fd, size.nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-            if size.reserved:
-                _touch(mapping)
+            self._fd, mapping = map_shared("kvmesh-staging", size.nbytes, reserved=size.reserved)
         except OSError as error:
-            os.close(self._fd)
             raise PlaneError(
                 f"cannot take {size.nbytes} bytes for a staging buffer ({option}): {error.strerror}"
             ) from error
+        if size.reserved:
+            _touch(mapping)
         self.array: NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
         self.region = Region(self.array.ctypes.data, size.nbytes, self._fd)
 

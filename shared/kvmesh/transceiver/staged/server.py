@@ -13,13 +13,16 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
+from kvmesh.net.address import listen
 from kvmesh.net.faults import FaultInjectedError, fault_point
 from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.channels.base import Channel, Region
 from kvmesh.transceiver.planes.base import MoveControl, MoveStoppedError, Part, PlaneError
 from kvmesh.transceiver.planes.sockets import accept, shut, tune
+from kvmesh.transceiver.planes.strangers import MAX_STRANGERS, Strangers
 from kvmesh.transceiver.staged.admission import REST_S, AdmissionQueue
 from kvmesh.transceiver.staged.attachments import Attachments
 from kvmesh.transceiver.staged.connection import ReceiverConnection, SessionKey
@@ -98,8 +101,8 @@ class PieceServer:
         self._admission = AdmissionQueue(region.nbytes)
         self._connections: dict[ReceiverConnection, threading.Thread] = {}
         self._closed = False
-        family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
-        self._listener = socket.create_server((bind_host, 0), family=family, backlog=MAX_CONNECTIONS)
+        self._strangers = Strangers("kvmesh-piece-requests")
+        self._listener = listen(bind_host, backlog=MAX_CONNECTIONS)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._thread = threading.Thread(target=self._accept, name="kvmesh-piece-server", daemon=True)
         self._thread.start()
@@ -149,16 +152,14 @@ class PieceServer:
     def _accept(self) -> None:
         while (stream := accept(self._listener)) is not None:
             connection = ReceiverConnection(stream)
-            thread = threading.Thread(target=self._serve, args=(connection,), name="kvmesh-piece-requests", daemon=True)
             with self._lock:
-                refused = self._closed or len(self._connections) >= MAX_CONNECTIONS
-                if not refused:
+                refused = self._closed or len(self._connections) >= MAX_CONNECTIONS + MAX_STRANGERS
+                if not refused and (thread := self._strangers.meet(stream, partial(self._serve, connection))):
                     self._connections[connection] = thread
-                    thread.start()
             if refused:
                 stream.close()
 
-    def _serve(self, connection: ReceiverConnection) -> None:
+    def _serve(self, connection: ReceiverConnection, _stream: socket.socket) -> None:
         sending = threading.Thread(target=self._send_all, args=(connection,), name="kvmesh-piece-send", daemon=True)
         peer: PeerKey | None = None
         try:
@@ -169,10 +170,13 @@ class PieceServer:
                     self._handle(connection, self._next_request(connection))
         except OSError as error:
             self._log.debug("a receiver has left", peer=str(peer or "nobody"), reason=str(error))
+        except Exception:
+            # The border of error isolation: what one receiver makes go wrong ends its own connection only.
+            self._log.exception("a receiver's connection failed", peer=str(peer or "nobody"))
         finally:
             self._give_up(connection)
             connection.requests.put(None)
-            if peer is not None:
+            if sending.ident is not None:
                 sending.join()
             with self._lock:
                 self._connections.pop(connection, None)
@@ -182,15 +186,18 @@ class PieceServer:
 
     def _introduce(self, connection: ReceiverConnection) -> PeerKey | None:
         stream = connection.stream
+        by_s = time.monotonic() + HELLO_TIMEOUT_S
         stream.settimeout(HELLO_TIMEOUT_S)
         tune(stream)
         nonce = secrets.token_bytes(NONCE_BYTES)
         stream.sendall(encode_greeting(Greeting(nonce, self._region.nbytes)))
-        peer, descriptor, mac = read_introduction(stream)
+        peer, descriptor, mac = read_introduction(stream, by_s)
         if not self._signer.verifies(introduction_payload(nonce, peer, descriptor), mac):
             self._log.warning("a receiver's introduction is not signed with this cluster's secret", peer=str(peer))
             connection.answer(AnswerKind.REFUSED, text="the introduction is not signed with the cluster secret")
             return None
+        self._strangers.know(stream)
+        stream.settimeout(HELLO_TIMEOUT_S)
         try:
             self._attachments.acquire(peer, descriptor, "owner")
         except PlaneError as error:
@@ -304,6 +311,10 @@ class PieceServer:
                 kind = AnswerKind.ENDED
             except (PlaneError, FaultInjectedError, ValueError) as error:
                 kind, text = AnswerKind.REFUSED, str(error)
+            except Exception:
+                # The border of error isolation: a piece has failed, and the transfer that it belongs to.
+                self._log.exception("a piece could not be sent", peer=str(connection.peer))
+                kind, text = AnswerKind.REFUSED, "the owner could not send a piece; its log says why"
             connection.working = False
             connection.answer(kind, tag=request.tag, number=request.session, text=text)
 
