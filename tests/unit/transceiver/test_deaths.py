@@ -210,26 +210,6 @@ def test_a_network_that_is_back_after_minutes_unpins_what_was_read(pull: Wire) -
     assert pull.released(7) == (1, 1)
 
 
-def test_a_network_that_is_back_after_minutes_unpins_what_was_read(pull: Wire) -> None:
-    """The answer, and with it the end of the session, were lost; both sides live."""
-    pull.ask(7, pull.offer(7))
-    pull.deliver_to_context()
-    pull.context.workers.run()
-    pull.to_generation.clear()
-    pull.receiver.on_disconnected(pull.ENDPOINT)
-    assert pull.receiver.poll(0).failed[0].code == "peer_lost"
-    pull.to_context.clear()
-    pull.clock.advance(600)
-    pull.receiver.sweep()
-    assert pull.receiver.links.get(pull.ENDPOINT) is not None, "still dialled"
-    assert pull.sender.sweep() == [7]
-    assert not pull.sender.cancel(7)
-    pull.receiver.on_connected(pull.ENDPOINT)
-    pull.pump()
-    assert pull.sender.poll(0).cancelled == [7]
-    assert pull.released(7) == (1, 1)
-
-
 def test_a_new_life_of_a_receiver_fences_the_old_one(pull: Wire) -> None:
     pull.ask(7, pull.offer(7))
     pull.deliver_to_context()
