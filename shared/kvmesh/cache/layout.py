@@ -205,17 +205,6 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
         """Ranks that keep a part of each block."""
         return 1 + max(group.rank for group in self.groups)
 
-    def group_of_layer(self, layer: int, rank: int | None = None) -> LayerGroupLayout:
-        """The group that holds ``layer``, on ``rank`` or on the first rank that has it.
-
-        Raises:
-            KeyError: no group holds it.
-        """
-        for group in self.groups:
-            if layer in group.layers and rank in (None, group.rank):
-                return group
-        raise KeyError(f"no layer group holds layer {layer}")
-
     def digest(self, model_id: str) -> str:
         """Hex SHA-256 of everything that two servers must agree on: the model, and what a block of its cache holds.
 

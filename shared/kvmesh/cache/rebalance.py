@@ -79,11 +79,6 @@ class RebalanceTuner:
         self._num_samples = 0
         self._pages: tuple[tuple[int, ...], ...] | None = None
 
-    @property
-    def num_samples(self) -> int:
-        """Closed sequences that were taken in."""
-        return self._num_samples
-
     def on_create(self, reused_tokens: int) -> None:
         """A sequence was created and found so many tokens cached."""
         self._reused.add(reused_tokens)

@@ -23,7 +23,6 @@ def test_page_bytes_of_the_default_model() -> None:
     (group,) = layout.groups
     assert group.page_bytes == layout.bytes_per_block == 32 * 46_080
     assert group.layers == tuple(range(30))
-    assert layout.group_of_layer(29) is group
 
 
 def test_buffers_are_in_order_and_aligned() -> None:
@@ -46,9 +45,7 @@ def test_groups_by_window_and_pools_by_size() -> None:
         (64, (4,), 1),
     ]
     assert [pool.groups for pool in layout.pools] == [(0, 1), (2,)]
-    assert layout.group_of_layer(4).group_id == 2
-    with pytest.raises(KeyError):
-        layout.group_of_layer(5)
+    assert [group.group_id for group in layout.groups] == [0, 1, 2]
 
 
 def test_digest_covers_what_must_agree() -> None:
