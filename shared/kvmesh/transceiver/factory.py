@@ -78,7 +78,7 @@ def create_transceiver(
         The transceiver, or None when ``config.backend`` is None.
 
     Raises:
-        TransceiverConfigError: the configuration cannot work here, or is not supported yet.
+        TransceiverConfigError: the configuration cannot work here.
         OSError: ``bind_host`` cannot be bound.
     """
     environment = os.environ if environment is None else environment

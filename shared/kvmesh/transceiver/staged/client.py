@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.channels.base import Incoming
 from kvmesh.transceiver.planes.base import MoveControl, MoveJob, MoveStoppedError, PlaneError
 from kvmesh.transceiver.planes.sockets import shut, tune
@@ -291,10 +292,18 @@ class PieceClient:
             while True:
                 self._take(read_answer(self._stream))
         except OSError as error:
-            with self._changed:
-                self._lost = f"the connection to {self._peer} was lost: {error}"
-                self._changed.notify_all()
+            self._lose(str(error))
+        except Exception as error:
+            # The border of error isolation: what one owner says ends its own connection only.
+            get_logger("transceiver.staged").exception("an owner's answer could not be handled", peer=str(self._peer))
+            shut(self._stream)
+            self._lose(repr(error))
         self._settle()
+
+    def _lose(self, reason: str) -> None:
+        with self._changed:
+            self._lost = f"the connection to {self._peer} was lost: {reason}"
+            self._changed.notify_all()
 
     def _take(self, answer: Answer) -> None:
         landing: _Asked | None = None

@@ -150,21 +150,25 @@ def encode_introduction(introduction: Introduction) -> bytes:
     return _INTRODUCTION.pack(_MAGIC, peer.epoch, len(name), len(descriptor), mac) + name + descriptor
 
 
-def read_introduction(connection: socket.socket) -> Introduction:
+def read_introduction(connection: socket.socket, by_s: float) -> Introduction:
     """The next bytes as an introduction, unverified.
+
+    Args:
+        connection: from a receiver.
+        by_s: the monotonic time by which all of it must be there.
 
     Raises:
         OSError: the connection ended, or it is none.
     """
-    head = receive_exactly(connection, _INTRODUCTION.size)
+    head = receive_exactly(connection, _INTRODUCTION.size, by_s=by_s)
     magic, epoch, name_bytes, descriptor_bytes, mac = _INTRODUCTION.unpack(head)
     if magic != _MAGIC or name_bytes > MAX_NAME_BYTES or descriptor_bytes > MAX_DESCRIPTOR_BYTES:
         raise ConnectionError("it does not speak this protocol")
     try:
-        name = receive_exactly(connection, name_bytes).decode()
+        name = receive_exactly(connection, name_bytes, by_s=by_s).decode()
     except UnicodeDecodeError as error:
         raise ConnectionError("its name is no text") from error
-    return Introduction(PeerKey(name, epoch), receive_exactly(connection, descriptor_bytes), mac)
+    return Introduction(PeerKey(name, epoch), receive_exactly(connection, descriptor_bytes, by_s=by_s), mac)
 
 
 def read_request(connection: socket.socket) -> Request:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -37,6 +38,10 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield one, other
 
 
+def introduction_of(stream: socket.socket) -> Introduction:
+    return read_introduction(stream, time.monotonic() + 20)
+
+
 def test_frames_arrive_as_they_were_sent(ends: tuple[socket.socket, socket.socket]) -> None:
     one, other = ends
     greeting = Greeting(b"n" * NONCE_BYTES, 1 << 40)
@@ -44,7 +49,7 @@ def test_frames_arrive_as_they_were_sent(ends: tuple[socket.socket, socket.socke
     request = Request(RequestKind.PIECE, (1 << 32) - 1, (1 << 64) - 1, 3, b"k" * KEY_BYTES, 4, 5, 1 << 40, 1 << 41)
     one.sendall(encode_greeting(greeting) + encode_introduction(introduction) + request.encode())
     assert read_greeting(other) == greeting
-    assert read_introduction(other) == introduction
+    assert introduction_of(other) == introduction
     assert read_request(other) == request
     other.sendall(encode_answer(AnswerKind.REFUSED, tag=9, number=3, text="no: größer"))
     assert read_answer(one) == Answer(AnswerKind.REFUSED, 9, 3, "no: größer")
@@ -52,7 +57,7 @@ def test_frames_arrive_as_they_were_sent(ends: tuple[socket.socket, socket.socke
     assert read_answer(one).text == "x" * 512
 
 
-@pytest.mark.parametrize("read", [read_greeting, read_introduction, read_request, read_answer])
+@pytest.mark.parametrize("read", [read_greeting, introduction_of, read_request, read_answer])
 def test_whoever_speaks_something_else_is_hung_up_on(ends: tuple[socket.socket, socket.socket], read) -> None:  # type: ignore[no-untyped-def]
     one, other = ends
     one.sendall(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n" + bytes(200))

@@ -348,6 +348,33 @@ def test_whoever_connects_and_speaks_something_else_is_hung_up_on(make: Make) ->
     assert receiver.plane.move(owner.key, job_of(owner, 1, granted, wanted)) == 4096
 
 
+def test_silent_strangers_keep_no_receiver_out(make: Make) -> None:
+    owner, receiver = make("owner"), make("receiver")
+    silent = [socket.create_connection(owner.plane._server.address) for _ in range(300)]
+    try:
+        receiver.attach(owner)
+        granted, wanted = parts_of(MOVES)
+        receiver.plane.move(owner.key, job_of(owner, 1, granted, wanted))
+    finally:
+        for stranger in silent:
+            stranger.close()
+
+
+def test_a_defect_while_a_piece_is_sent_ends_its_own_transfer_only(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, receiver = make("owner"), make("receiver")
+    receiver.attach(owner)
+    granted, wanted = parts_of(MOVES)
+
+    def defect(*_arguments: Any) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(owner.plane._server._copier, "gather", defect)
+        with pytest.raises(PlaneError, match="the owner could not send a piece; its log says why"):
+            receiver.plane.move(owner.key, job_of(owner, 1, granted, wanted))
+    assert receiver.plane.move(owner.key, job_of(owner, 2, granted, wanted)) > 0
+
+
 def test_ways_that_exclude_each_other_are_refused(make: Make) -> None:
     owner, receiver = make("owner", "tcp"), make("receiver", "memfd")
     with pytest.raises(PlaneError, match="transfer_plane memfd"):
