@@ -141,7 +141,7 @@ class Planner:
         The server itself weighs the wish against its ranks' load.
         """
         match = self._match(work, member) if member.dp_size > 1 else None
-        if match is None:
+        if match is None or match.dp_rank >= member.dp_size:  # what was known of an earlier life with more ranks
             return RankWish()
         return RankWish(match.dp_rank, max(match.device_tokens, match.host_tokens, match.disk_tokens))
 

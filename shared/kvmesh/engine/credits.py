@@ -56,7 +56,7 @@ class ContextCredits:
 
     Args:
         share: of each pool that may be lent without restriction, above 0 and at most 1.
-        totals: pages by pool.
+        totals: pages by pool now; asked once a pass over the queue, between which memory may move between pools.
         pages: where pages come from.
         timeout_s: after which a transfer that nobody asks for is given up.
         is_unread: whether the transfer of this id is open and nobody has come for it.
@@ -66,14 +66,15 @@ class ContextCredits:
     def __init__(
         self,
         share: float,
-        totals: Many[int],
+        totals: Callable[[], Many[int]],
         pages: Pages,
         timeout_s: float,
         is_unread: Callable[[int], bool],
         clock: Clock,
     ) -> None:
         self._share = share
-        self._totals = totals
+        self._read_totals = totals
+        self._totals = totals()
         self._pages = pages
         self._timeout_s = timeout_s
         self._is_unread = is_unread
@@ -92,6 +93,7 @@ class ContextCredits:
         """The queue is looked through from its start."""
         self.num_held_back = 0
         self._again_s = None
+        self._totals = self._read_totals()
 
     def permits(self, seq: Sequence, running: Iterable[Sequence]) -> bool:
         """Whether a prompt may begin beside those that run."""

@@ -94,7 +94,7 @@ def context_credits(
     timeout_ms = settings.cache_transceiver_config.kv_transfer_timeout_ms
     return ContextCredits(
         settings.max_unread_share,
-        [pool.total for pool in manager.stats().pools],
+        lambda: [pool.total for pool in manager.stats().pools],
         pages,
         float("inf") if timeout_ms is None else timeout_ms / 1e3,
         transceiver.is_unread,

@@ -108,10 +108,11 @@ class RankPlacer:
             active: sequences under way by rank.
 
         Raises:
-            ApiError: 400, there is no such rank.
+            ApiError: 400, a rank is ordered that there is not; a wish for one counts for nothing.
         """
         size = len(self._memories)
-        if request.dp_rank is not None and not 0 <= request.dp_rank < size:
+        is_order = request.dp_rank is not None and request.dp_matched_tokens is None
+        if is_order and not 0 <= (request.dp_rank or 0) < size:
             raise bad_request(
                 f"Rank {request.dp_rank} was asked for; this server has the attention data-parallel ranks 0 to "
                 f"{size - 1}.",

@@ -159,6 +159,17 @@ async def test_a_follower_that_dies_while_it_loads(settings: WorkerSettings, mon
     assert not isinstance(caught.value, EngineRefusedError)
 
 
+async def test_a_follower_that_dies_while_the_ranks_meet(
+    settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is watched then too: the other ranks would wait for it as long as they wait for each other."""
+    monkeypatch.setenv("KVMESH_FAULTS", "engine.rank1.join=kill")
+    with anyio.fail_after(leader.STEP_TIMEOUT_S), pytest.raises(EngineStartError, match="ranks was lost") as caught:
+        async with launched(settings):
+            pass
+    assert not isinstance(caught.value, EngineRefusedError)
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [

@@ -32,12 +32,15 @@ def test_patience_keeps_what_is_left_from_filling_up_in_one_timeout():
 class Owner(SchedulerBench):
     """A context server; what it has prefilled stays pinned until it is read."""
 
-    def __init__(self, share: float = 0.5, **limits: Any) -> None:
+    def __init__(self, share: float = 0.5, total: int = PAGES, **limits: Any) -> None:
         super().__init__(PAGES, **{"max_num_tokens": 64, **limits})
         self.clock = ManualClock()
+        self.total = total
         self.unread: dict[int, Any] = {}
         self.asked: dict[int, Any] = {}
-        self.lending = ContextCredits(share, [PAGES], self.pages, TIMEOUT_S, self.unread.__contains__, self.clock)
+        self.lending = ContextCredits(
+            share, lambda: [self.total], self.pages, TIMEOUT_S, self.unread.__contains__, self.clock
+        )
         self.scheduler = Scheduler(self.limits, self.pages, self.lending)
         self.count = 0
 
@@ -89,6 +92,17 @@ def test_prompts_start_as_they_come_while_the_share_lasts_and_then_one_at_a_time
     assert len(owner.done(prompts)) == 14
     assert owner.scheduler.num_held_back == 0
     assert owner.scheduler.held_back_for_s() is None
+
+
+def test_a_pool_that_has_grown_since_the_start_is_lent_by_its_size_now():
+    """Memory moves between pools: a share of the size at the start would be nothing here, or the whole pool there."""
+    owner = Owner(total=PAGES // 2)
+    owner.total = PAGES
+    prompts = owner.prompts(14)
+    for _ in range(4):
+        owner.step()
+    assert len(owner.done(prompts)) == 11
+    assert owner.scheduler.num_held_back == 3
 
 
 def test_readers_that_come_are_not_slowed_down_by_one_that_never_does():

@@ -116,6 +116,13 @@ class TestPlacer:
     def test_a_wish_is_not_worth_more_than_the_prompt(self, placer: RankPlacer) -> None:
         assert placer.place(request(1, dp_rank=1, dp_matched_tokens=4000), [0, 2]) == 0
 
+    @pytest.mark.parametrize("size", [1, 2])
+    @pytest.mark.parametrize("rank", [-1, 2, 7])
+    def test_a_wish_for_a_rank_that_there_is_not_counts_for_nothing(self, size: int, rank: int) -> None:
+        """The index may know a server as it was before it was started anew with fewer ranks."""
+        placer = RankPlacer(size, tokens_per_block=BLOCK, capacity_blocks=8)
+        assert placer.place(request(1, 2, 3, dp_rank=rank, dp_matched_tokens=12), [0, 1][:size]) == 0
+
     def test_a_conversation_stays(self, placer: RankPlacer) -> None:
         rank = placer.place(request(1, conversation_id="c"), IDLE)
         elsewhere = placer.place(request(5, 6, 7), IDLE)

@@ -75,9 +75,12 @@ class Follower:
         self._leader.tell(Kind.LOADED)
 
         frame = self._leader.receive(None)
+        if frame.kind is Kind.LEAVE:  # the leader cannot start
+            return 0
         facts = frame.facts()
         try:
             computer, decoder, pools = _prepare(settings, model, self._rank, facts, frame.fds)
+            fault_point(f"engine.rank{self._rank}.join")
             links.join(Path(facts["meeting_point"]), facts["join_timeout_s"], getattr(torch, facts["dtype"]))
         except (OSError, RuntimeError) as error:
             return self._refuse(Kind.JOINED, error)

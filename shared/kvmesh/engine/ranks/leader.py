@@ -137,11 +137,9 @@ class RankGroup:
             meeting_point = directory / "ranks"
             for follower in self._followers:
                 self._give_pools(follower, layout, pools, meeting_point, dtype)
-            try:
-                self.links.join(meeting_point, JOIN_TIMEOUT_S, dtype)
-            except RuntimeError as error:
+            if (reason := self._meet(meeting_point, dtype)) is not None:
                 self._await(Kind.JOINED, "joined the other ranks", LEAVE_TIMEOUT_S)
-                raise RanksLostError(f"the engine's {self.size} ranks have not met: {error}") from error
+                raise RanksLostError(f"the engine's {self.size} ranks have not met: {reason}")
             self._await(Kind.JOINED, "joined the other ranks", JOIN_TIMEOUT_S)
         for follower in self._followers:
             follower.socket.limit(STEP_TIMEOUT_S)
@@ -229,6 +227,36 @@ class RankGroup:
             follower.socket.tell(Kind.POOLS, facts, [pool.fd for pool in mine if pool.fd is not None])
         except OSError as error:
             raise RanksLostError(f"engine rank {follower.rank} {follower.ending()}") from error
+
+    def _meet(self, meeting_point: Path, dtype: torch.dtype) -> str | None:
+        """Meet the followers; why that has failed, None when it has not. One that ends meanwhile is seen at once."""
+        outcomes: list[str | None] = []
+        over_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        told_fd = os.dup(over_fd)  # the thread's own, for it may outlive this call
+
+        def join() -> None:
+            try:
+                self.links.join(meeting_point, JOIN_TIMEOUT_S, dtype)
+                outcomes.append(None)
+            except Exception as error:
+                outcomes.append(str(error) or type(error).__name__)
+            finally:
+                os.eventfd_write(told_fd, 1)
+                os.close(told_fd)
+
+        # Gloo waits where nothing can wake it: left alone, the thread ends with its timeout.
+        threading.Thread(target=join, name="kvmesh-ranks-join", daemon=True).start()
+        pidfds = [os.pidfd_open(follower.process.pid) for follower in self._followers]
+        try:
+            poller = select.poll()
+            for fd in (over_fd, *pidfds):
+                poller.register(fd, select.POLLIN)
+            if all(fd != over_fd for fd, _event in poller.poll()):
+                return "one of them has ended"
+            return outcomes[0]
+        finally:
+            for fd in (over_fd, *pidfds):
+                os.close(fd)
 
     def _await(self, kind: Kind, what: str, timeout_s: float) -> None:
         """Wait for a frame of ``kind`` from every follower; the first that refuses or dies is heard at once."""

@@ -73,11 +73,14 @@ class StepLinks:
         self._dtype = dtype
         self._buffer, self._gathered, self._message = (torch.empty(0, dtype=dtype) for _ in range(3))
         store = FileStore(str(meeting_point), world_size)
-        store.set_timeout(timedelta(seconds=timeout_s))
-        self._all = ProcessGroupGloo(PrefixStore("all", store), shard.rank, world_size, self._timeout)
+        timeout = timedelta(seconds=timeout_s)
+        store.set_timeout(timeout)
+        self._all = ProcessGroupGloo(PrefixStore("all", store), shard.rank, world_size, timeout)
+        self._all._set_default_timeout(self._timeout)  # noqa: SLF001 - the only name it has
         if shard.tp_size > 1:
             stage = PrefixStore(f"stage{shard.stage}", store)
-            self._tensor_ranks = ProcessGroupGloo(stage, shard.tensor_rank, shard.tp_size, self._timeout)
+            self._tensor_ranks = ProcessGroupGloo(stage, shard.tensor_rank, shard.tp_size, timeout)
+            self._tensor_ranks._set_default_timeout(self._timeout)  # noqa: SLF001
 
     def run(self, rows: int, wanted: int, compute: Callable[[], Tensor]) -> Tensor:
         """Take part in one step.
