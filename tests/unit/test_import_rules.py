@@ -42,7 +42,7 @@ CACHE_FACE = (
     "kvmesh.cache.layout",
     "kvmesh.cache.sharding",
     "kvmesh.cache.shared_memory",
-    "kvmesh.cache.storage.probe",
+    "kvmesh.cache.probe",
 )
 """The modules of the cache that the transceiver and the models may know: its vocabulary, and the machine's memory."""
 

@@ -39,7 +39,7 @@ from kvmesh.models.store import resolve_model
 from kvmesh.net.client import PeerUnreachableError
 from kvmesh.net.groups import leaves
 from kvmesh.protocol.errors import ApiError
-from kvmesh.worker.preflight import check_model, check_settings
+from kvmesh.worker.preflight import check_model, check_settings, may_have_gpu
 
 __all__ = ["add_arguments", "run"]
 
@@ -135,7 +135,12 @@ def _checked(mesh: MeshSettings) -> dict[str, WorkerSettings]:
         with _named(section):
             check_settings(worker)
     try:
-        refuse_unpairable(workers)
+        refuse_unpairable(
+            workers,
+            schedule_style=mesh.router.schedule_style,
+            environment=os.environ,
+            may_have_gpu=may_have_gpu(),
+        )
     except ConfigError as error:
         raise UserError(sentence_of(error)) from error
     return sections

@@ -12,11 +12,11 @@ from kvmesh.cache.events import EventSink
 from kvmesh.cache.layout import PageLayout
 from kvmesh.cache.machine_limits import check_bookkeeping, machine_notes
 from kvmesh.cache.manager import KvCacheManager
+from kvmesh.cache.probe import available_host_bytes, memlock_limit_bytes
 from kvmesh.cache.rebalance import RebalanceTuner
 from kvmesh.cache.settings import CacheSettings
 from kvmesh.cache.sizing import LevelPlan, device_reserve_pages, plan_levels
 from kvmesh.cache.storage import Storage
-from kvmesh.cache.storage.probe import available_host_bytes, memlock_limit_bytes
 from kvmesh.cache.v1 import V1CacheManager, V1Settings, ignored_by_v1
 from kvmesh.config import ConfigError, KvCacheConfig
 from kvmesh.net.clock import Clock

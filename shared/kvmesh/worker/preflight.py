@@ -12,10 +12,7 @@ from kvmesh.cache.sizing import plan_levels
 from kvmesh.config import ConfigError, WorkerSettings
 from kvmesh.config.attention_dp import rank_memory_bytes
 from kvmesh.config.startup import refuse_impossible, refuse_unsupported
-from kvmesh.config.transfer_backend import (
-    TransceiverConfigError,
-    resolve,
-)
+from kvmesh.config.transfer_backend import Resolved, TransceiverConfigError, resolve
 from kvmesh.config.transfer_facts import server_facts
 from kvmesh.config.v2_only import refuse_v2_only
 from kvmesh.engine.ranks.limits import cache_config_of_ranks
@@ -23,11 +20,17 @@ from kvmesh.models.attention_windows import effective_windows
 from kvmesh.models.config import ModelConfig, read_config
 from kvmesh.models.sharding import shard_of
 from kvmesh.models.store import ModelSource
+from kvmesh.worker.transfer_preflight import check_staging_memory, check_transfer_settings
 
-__all__ = ["check_model", "check_settings"]
+__all__ = ["check_model", "check_settings", "may_have_gpu"]
 
 _GPU_FILE = Path("/dev/nvidiactl")
 """There where a CUDA device can be."""
+
+
+def may_have_gpu() -> bool:
+    """Whether ``device: auto`` may turn out to be CUDA on this machine."""
+    return _GPU_FILE.exists()
 
 
 def check_settings(settings: WorkerSettings) -> None:
@@ -39,18 +42,25 @@ def check_settings(settings: WorkerSettings) -> None:
     refuse_unsupported(settings)
     if not settings.kv_cache_config.may_use_v2:
         refuse_v2_only(settings.kv_cache_config)
-    transfers = settings.cache_transceiver_config
+    resolved = _resolved(settings)
+    if resolved is None:
+        return
+    if not settings.cluster_secret:
+        raise ConfigError(
+            f"cache_transceiver_config.backend {settings.cache_transceiver_config.backend} needs a cluster secret: set "
+            "KVMESH_CLUSTER_SECRET or cluster_secret_file to the same on all servers, or leave backend out where nothing "
+            "is transferred"
+        )
+    check_transfer_settings(settings, resolved.runtime)
+
+
+def _resolved(settings: WorkerSettings) -> Resolved | None:
     # With 'auto' the engine may still find a GPU: what only then is wrong, it says itself.
     facts = server_facts(settings, "cuda" if settings.device == "cuda" else "cpu")
     try:
-        resolved = resolve(transfers, os.environ, facts)
+        return resolve(settings.cache_transceiver_config, os.environ, facts)
     except TransceiverConfigError as error:
         raise ConfigError(str(error)) from error
-    if resolved is not None and not settings.cluster_secret:
-        raise ConfigError(
-            f"cache_transceiver_config.backend {transfers.backend} needs a cluster secret: set KVMESH_CLUSTER_SECRET "
-            "or cluster_secret_file to the same on all servers, or leave backend out where nothing is transferred"
-        )
 
 
 def check_model(settings: WorkerSettings, source: ModelSource) -> None:
@@ -86,7 +96,7 @@ def _check_cache(settings: WorkerSettings, config: ModelConfig, max_seq_len: int
         cache = cache.model_copy(update={"use_kv_cache_manager_v2": any(window is not None for window in windows)})
         if not cache.may_use_v2:
             refuse_v2_only(cache)
-    if settings.device == "cuda" or (settings.device == "auto" and _GPU_FILE.exists()):
+    if settings.device == "cuda" or (settings.device == "auto" and may_have_gpu()):
         return
     dtype = "float32" if settings.dtype == "auto" else settings.dtype
     layers = [
@@ -117,3 +127,6 @@ def _check_cache(settings: WorkerSettings, config: ModelConfig, max_seq_len: int
         )
     except SizingError as error:
         raise ConfigError(str(error)) from error
+    resolved = _resolved(settings)
+    if resolved is not None and resolved.runtime == "CPP":
+        check_staging_memory(settings, layout)

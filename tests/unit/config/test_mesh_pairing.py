@@ -6,14 +6,31 @@ from typing import Any
 
 import pytest
 
-from kvmesh.config import CacheTransceiverConfig, ConfigError, KvCacheConfig, MeshSettings, WorkerSettings
+from kvmesh.config import (
+    CacheTransceiverConfig,
+    ConfigError,
+    KvCacheConfig,
+    MeshSettings,
+    RouterSettings,
+    WorkerSettings,
+)
 from kvmesh.config.mesh_pairing import refuse_unpairable
 from kvmesh.config.mesh_plan import plan_mesh
 
 
-def judge(context: WorkerSettings, generation: WorkerSettings, **mesh: Any) -> None:
+def judge(context: WorkerSettings, generation: WorkerSettings, *, may_have_gpu: bool = False, **mesh: Any) -> None:
     settings = MeshSettings(context=context, generation=generation, **mesh)
-    refuse_unpairable(plan_mesh(settings, cluster_secret="s3cret", cpu_count=1).workers)
+    refuse_unpairable(
+        plan_mesh(settings, cluster_secret="s3cret", cpu_count=1).workers,
+        schedule_style=settings.router.schedule_style,
+        environment={},
+        may_have_gpu=may_have_gpu,
+    )
+
+
+def transfers(device: str = "auto", **fields: Any) -> WorkerSettings:
+    config = CacheTransceiverConfig(**{"backend": "DEFAULT", **fields})
+    return WorkerSettings(device=device, cache_transceiver_config=config)
 
 
 def cache(**fields: Any) -> WorkerSettings:
@@ -36,6 +53,18 @@ def cache(**fields: Any) -> WorkerSettings:
             WorkerSettings(),
             r"context\.cache_transceiver_config\.backend is null",
         ),
+        (
+            transfers(backend="NIXL"),
+            transfers(),
+            r"context\S* comes to backend NIXL with runtime PYTHON and generation\S* to DEFAULT \(the built-in plane\)",
+        ),
+        (transfers(transceiver_runtime="CPP"), transfers(), "runtime CPP and .* with runtime PYTHON"),
+        (transfers(kv_transfer_timeout_ms=None), transfers(), "runtime CPP and .* with runtime PYTHON"),
+        (
+            transfers(backend="NIXL", enable_pipelined_transfer=True),
+            transfers(backend="NIXL"),
+            r"enable_pipelined_transfer needs router\.schedule_style generation_first, not context_first; set it",
+        ),
         (WorkerSettings(served_model_name="a"), WorkerSettings(served_model_name="b"), "served_model_name is a"),
     ],
 )
@@ -50,3 +79,16 @@ def test_what_may_pair() -> None:
     judge(cache(max_attention_window=[64]), cache(max_attention_window=[64, 64]))
     judge(cache(dtype="float32"), WorkerSettings(dtype="float32"))
     judge(cache(max_attention_window=[4096]), WorkerSettings())
+    judge(transfers(backend="NIXL"), transfers(backend="NIXL"))
+    judge(
+        transfers(backend="NIXL", enable_pipelined_transfer=True),
+        transfers(backend="NIXL", enable_pipelined_transfer=True),
+        router=RouterSettings(schedule_style="generation_first"),
+    )
+
+
+def test_a_device_that_only_the_engine_finds_may_settle_the_backend() -> None:
+    nixl, default = transfers(backend="NIXL"), transfers()
+    judge(nixl, default, may_have_gpu=True)  # DEFAULT is NIXL on CUDA
+    with pytest.raises(ConfigError, match="comes to backend NIXL"):
+        judge(nixl, transfers("cpu"), may_have_gpu=True)

@@ -38,6 +38,10 @@ def settings(**fields: Any) -> WorkerSettings:
     return WorkerSettings(**{"cluster_secret": "secret", **fields})
 
 
+def transfers(**fields: Any) -> CacheTransceiverConfig:
+    return CacheTransceiverConfig(backend="DEFAULT", **fields)
+
+
 def model(directory: Path, **changes: Any) -> Any:
     """A checkpoint of which only the head is there."""
     (directory / "config.json").write_text(json.dumps({**LLAMA, **changes}))
@@ -68,6 +72,19 @@ def test_the_defaults_pass(tmp_path: Path) -> None:
             {"kv_cache_config": KvCacheConfig(use_kv_cache_manager_v2=False, enable_swa_scratch_reuse=True)},
             r"only KV cache manager V2 has: enable_swa_scratch_reuse",
         ),
+        (
+            {"cache_transceiver_config": transfers(transceiver_runtime="CPP", max_tokens_in_buffer=8)},
+            r"max_tokens_in_buffer is 8, less than the 32 tokens of one page; set at least 32",
+        ),
+        (
+            {"cache_transceiver_config": transfers(kv_cache_bounce_size_mb=1 << 40)},
+            r"kv_cache_bounce_size_mb \d+ takes \d+ bytes for bounce regions, but \d+ bytes of memory are available",
+        ),
+        (
+            # TEST-NET-1: no machine has it.
+            {"cache_transceiver_config": transfers(), "transfer_bind_host": "192.0.2.1"},
+            r"transfer_bind_host 192\.0\.2\.1 cannot be bound \([^()]+\); set an address of this machine",
+        ),
     ],
 )
 def test_what_no_model_makes_possible(fields: dict[str, Any], says: str) -> None:
@@ -94,6 +111,13 @@ def test_a_backend_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
         # A page is 2 layers x (K, V) x 2 heads x 8 x 4 bytes x 32 tokens.
         ({"device": "cpu", "device_memory_bytes": 4096}, r"no room for one block of 32 tokens \(8192 bytes\)"),
         ({"device": "cpu", "kv_cache_config": KvCacheConfig(host_cache_size=8191)}, "raise host_cache_size"),
+        (
+            {
+                "device": "cpu",
+                "cache_transceiver_config": transfers(transceiver_runtime="CPP", max_tokens_in_buffer=1 << 45),
+            },
+            r"max_tokens_in_buffer \d+ takes \d+ bytes for staging buffers, but \d+ bytes .* available; lower it",
+        ),
     ],
 )
 def test_what_this_model_makes_impossible(fields: dict[str, Any], says: str, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmesh.cache.layout import PageLayout
+from kvmesh.cache.probe import available_host_bytes
 from kvmesh.cache.shared_memory import map_shared
-from kvmesh.cache.storage.probe import available_host_bytes
 from kvmesh.transceiver.channels.base import Region
 from kvmesh.transceiver.planes.base import PlaneError
 from kvmesh.transceiver.staged.rooms import ALIGNMENT_BYTES

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.cache.storage.probe import available_host_bytes, memlock_limit_bytes
+from kvmesh.cache.probe import available_host_bytes, memlock_limit_bytes
 
 GIB = 1 << 30
 
