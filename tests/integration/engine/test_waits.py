@@ -24,6 +24,8 @@ pytestmark = pytest.mark.asyncio
 Make = Callable[..., Any]
 Launch = Callable[..., Any]
 PATIENCE_S = 20.0
+SLACK_S = 10.0
+"""What a busy machine may add to a deadline."""
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ def launch(tiny_model: Path) -> Launch:
                             log_level="error",
                             instance_id=name,
                             cluster_secret="secret",
-                            kv_cache_config=KvCacheConfig(tokens_per_block=4, max_tokens=size),
+                            kv_cache_config=KvCacheConfig(tokens_per_block=4, max_tokens=size, host_cache_size=0),
                             cache_transceiver_config=CacheTransceiverConfig(**{"backend": "DEFAULT", **transfers}),
                         )
                     )
@@ -74,7 +76,7 @@ def second_leg(request_of: Make, number: int, tokens: bytes, first: TokenOutput)
 
 async def test_a_generation_engine_waits_for_a_frozen_peer(launch: Launch, prompt: Make, request_of: Make) -> None:
     """It neither polls nor turns a deaf ear, fails the request at the deadline, and gets its pages back."""
-    async with launch(kv_transfer_timeout_ms=1500) as (context, generation):
+    async with launch(kv_transfer_timeout_ms=3000) as (context, generation):
         tokens = prompt(20)
         for number in (1, 2):  # The first pairs the two.
             request = request_of(f"c{number}", tokens, kind="context", transfer_id=number)
@@ -86,17 +88,21 @@ async def test_a_generation_engine_waits_for_a_frozen_peer(launch: Launch, promp
         try:
             started_s = time.monotonic()
             stream = generation.generate(second_leg(request_of, 2, tokens, first))
-            await until(lambda: generation.stats.in_transfer > 0)
-            before = (await generation.ping(1.0)).iteration
+            with anyio.fail_after(PATIENCE_S):
+                # An engine that waits sends no statistics until something wakes it.
+                while not generation.stats.in_transfer:
+                    await generation.ping(PATIENCE_S)
+                    await anyio.sleep(0.05)
+            before = (await generation.ping(PATIENCE_S)).iteration
             await anyio.sleep(0.5)
-            assert (await generation.ping(1.0)).iteration - before < 10, "a wait is no polling"
+            assert (await generation.ping(PATIENCE_S)).iteration - before < 10, "a wait is no polling"
             # A request that comes in between is served at once.
             assert len(await whole(generation.generate(request_of("local", prompt(9, 3))))) > 0
-            assert time.monotonic() - started_s < 1.5
+            assert time.monotonic() - started_s < 3.0, "before the deadline"
             with pytest.raises(ApiError) as caught:
                 await whole(stream)
             assert (caught.value.status, caught.value.code) == (503, "kv_transfer_timeout")
-            assert 1.4 < time.monotonic() - started_s < 3.0
+            assert 2.9 < time.monotonic() - started_s < 3.0 + SLACK_S
             # The receiver reads, so that a frozen owner cannot write: its pages are free at once.
             await until(lambda: generation.stats.pages_pinned + generation.stats.pages_locked == 0)
             assert context.stats.pages_pinned > 0
@@ -139,8 +145,8 @@ async def test_pages_that_nobody_fetches_return_after_the_timeout(
         started_s = time.monotonic()
         await until(lambda: context.stats.transfers_timed_out_total == 1)
         await until(lambda: context.stats.pages_pinned == 0)
-        assert 0.3 < time.monotonic() - started_s < 3.0
-        assert (await context.ping(1.0)).iteration < 40
+        assert 0.3 < time.monotonic() - started_s < SLACK_S
+        assert (await context.ping(PATIENCE_S)).iteration < 40
 
 
 async def test_a_prompt_that_needs_the_pages_being_sent_starts_when_they_return(
@@ -152,10 +158,10 @@ async def test_a_prompt_that_needs_the_pages_being_sent_starts_when_they_return(
         first = await prefill(context, request_of("c1", tokens, kind="context", transfer_id=1))
         blocked = context.generate(request_of("c2", prompt(30, 5), kind="context", transfer_id=2))
         await until(lambda: context.stats.waiting == 1)
-        before = (await context.ping(1.0)).iteration
+        before = (await context.ping(PATIENCE_S)).iteration
         await anyio.sleep(0.3)
-        assert (await context.ping(1.0)).iteration - before < 10
+        assert (await context.ping(PATIENCE_S)).iteration - before < 10
         started_s = time.monotonic()
         await whole(generation.generate(second_leg(request_of, 1, tokens, first)))
         assert (await whole(blocked))[-1].finish_reason == "not_finished"
-        assert time.monotonic() - started_s < 5.0
+        assert time.monotonic() - started_s < 10.0, "before the sender has waited long enough"

@@ -17,9 +17,11 @@ import pytest
 pytestmark = pytest.mark.slow
 
 Make = Callable[..., Any]
-TIMEOUT_MS = 1000
-LATE_S = 8.0
-"""What a deadline of one second may take at most on a busy machine."""
+TIMEOUT_MS = 2500
+LATE_S = 20.0
+"""What the deadline may take at most on a busy machine."""
+PAST_S = 1.5
+"""Well past the deadline, and the cancel that follows it."""
 BACKENDS = ["DEFAULT", "NIXL"]
 PROMPT = [1000 + 37 * i for i in range(70)]
 PAGES = 3
@@ -39,7 +41,9 @@ async def test_an_offer_that_nobody_fetches(pair: Make, backend: str) -> None:
     async with pair(backend) as (context, generation):
         started_s = time.monotonic()
         handoff = await context.prefill(PROMPT, 11)
-        await context.wait_stats("the offer pins its pages", timeout_s=0.9, pages_pinned=PAGES, in_transfer=1)
+        await context.wait_stats(
+            "the offer pins its pages", timeout_s=0.9 * TIMEOUT_MS / 1000, pages_pinned=PAGES, in_transfer=1
+        )
         await context.wait_stats("the deadline", transfers_timed_out_total=1)
         assert TIMEOUT_MS / 1000 <= time.monotonic() - started_s + 0.25 < LATE_S
         await context.wait_whole()
@@ -91,9 +95,8 @@ async def test_an_offer_whose_reader_stands_still(pair: Make, ending: str) -> No
             tasks.start_soon(quietly, generation, PROMPT, handoff)
             await generation.wait_stopped()
             await context.wait_stats("the deadline", transfers_timed_out_total=1)
-            # Well past the deadline and the cancel that followed it.
             since_s = time.monotonic()
-            while time.monotonic() - since_s < 2 * TIMEOUT_MS / 1000:
+            while time.monotonic() - since_s < PAST_S:
                 stats = await context.stats()
                 assert stats["pages_pinned"] + stats["pages_quarantined"] == PAGES
                 assert stats["transfers_completed_total"] == 0
