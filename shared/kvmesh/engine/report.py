@@ -260,6 +260,7 @@ class EngineReporter:
         stats.transfers_refused_total = transfers.refused_total
         stats.transfer_links = transfers.links
         stats.transfer_messages_dropped_total = transfers.dropped_messages_total
+        stats.transfer_isolated_errors_total = transfers.isolated_errors_total
         stats.ledger_dropped_total = transfers.ledger_dropped_total
         stats.transfer_bytes_total = transfers.bytes_moved_total
         stats.transfer_pages_total = transfers.pages_moved_total

@@ -260,6 +260,8 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     transfer_links: int = 0
     """Engines that this one is paired with, as owner or receiver."""
     transfer_messages_dropped_total: int = 0
+    transfer_isolated_errors_total: int = 0
+    """Defects that ended the transfer or the connection of one peer, and nothing else."""
     ledger_dropped_total: int = 0
     transfer_bytes_total: int = 0
     transfer_pages_total: int = 0

@@ -23,6 +23,7 @@ import msgspec
 
 from kvmesh.protocol.transfer import ControlMessage, ResultAck
 from kvmesh.telemetry import get_logger
+from kvmesh.transceiver.borders import isolated
 from kvmesh.transceiver.connection import Connection, FrameError, tune
 from kvmesh.transceiver.planes.sockets import SHORTAGE_ERRORS, SHORTAGE_WAIT_S
 from kvmesh.transceiver.types import PeerKey
@@ -101,8 +102,6 @@ class Control:
         self._log = get_logger("transceiver.control")
         self.endpoint = ""
         self.dropped_total = 0
-        self.isolated_errors_total = 0
-        """What peers made go wrong here, which ended nothing but what it was about: always a defect."""
         self.error: BaseException | None = None
 
     def start(self) -> None:
@@ -377,8 +376,7 @@ class Control:
             handle(told)
         except Exception:
             # The border of error isolation, as for messages; the transfers of that peer have their deadlines.
-            self.isolated_errors_total += 1
-            self._log.exception("what became of a peer could not be handled", peer=str(told))
+            isolated(self._log, "what became of a peer could not be handled", peer=str(told))
 
     def _deliver(self, route: Route, data: bytes) -> None:
         try:
@@ -391,8 +389,7 @@ class Control:
             self._handler.on_message(route, message)
         except Exception as error:
             # The border of error isolation: what one peer says must not end the transfers with all others.
-            self.isolated_errors_total += 1
-            self._log.exception("a control message could not be handled", route=str(route), kind=type(message).__name__)
+            isolated(self._log, "a control message could not be handled", route=str(route), kind=type(message).__name__)
             raise FrameError(f"a {type(message).__name__} could not be handled") from error
 
     def _close(self, asked: _Asked) -> None:

@@ -9,6 +9,7 @@ from typing import Final
 
 from kvmesh.protocol.transfer import HelloReply
 from kvmesh.telemetry import get_logger
+from kvmesh.transceiver.borders import isolated
 from kvmesh.transceiver.handshake import Pairing, PairingRefusedError
 from kvmesh.transceiver.local import LocalEngine
 from kvmesh.transceiver.peers import watch_process
@@ -165,7 +166,7 @@ class Links:
             return
         except Exception:
             # The border of error isolation: what one owner makes go wrong ends the link to it only.
-            self._log.exception("cannot reach an owner's memory", peer=str(link.peer))
+            isolated(self._log, "cannot reach an owner's memory", peer=str(link.peer))
             unknown = f"cannot reach the memory of {link.peer}; the log of this server says why"
             self._run_locked(lambda: self.drop(link, "peer_unreachable", unknown))
             return

@@ -10,6 +10,7 @@ from kvmesh.net.faults import FaultInjectedError, fault_point
 from kvmesh.protocol.transfer import CancelSession, ResultAck, TransferResult
 from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.arrivals import arrived_pages
+from kvmesh.transceiver.borders import isolated
 from kvmesh.transceiver.bounce import run_job
 from kvmesh.transceiver.handshake import Pairing
 from kvmesh.transceiver.links import worker_of
@@ -216,7 +217,7 @@ class Pulling:
             reason = str(error)
         except Exception:
             # The border of error isolation: what one owner makes go wrong ends its own transfer only.
-            self._log.exception("a transfer could not be received", transfer_id=session.transfer_id)
+            isolated(self._log, "a transfer could not be received", transfer_id=session.transfer_id)
             reason = "the pages could not be received; the log of this server says why"
         with self._table.lock:
             self._leave(session)

@@ -29,6 +29,7 @@ from kvmesh.protocol.transfer import (
 )
 from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.arrivals import answer_obstacle
+from kvmesh.transceiver.borders import isolated
 from kvmesh.transceiver.claims import open_address, sign
 from kvmesh.transceiver.handshake import Pairing
 from kvmesh.transceiver.links import Link, Links, LinkState
@@ -207,7 +208,7 @@ class ReceiverSide:
                 self._ask(session)
         except Exception:
             # The border of error isolation.
-            self._log.exception("a transfer could not be begun", transfer_id=session.transfer_id)
+            isolated(self._log, "a transfer could not be begun", transfer_id=session.transfer_id)
             self._fail(session, 502, "transfer_failed", "the owner of the pages could not be asked for them")
 
     def poll(self, at_least: int) -> TransferPoll:

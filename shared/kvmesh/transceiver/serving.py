@@ -9,6 +9,7 @@ from typing import Any, Literal
 from kvmesh.net.faults import FaultInjectedError, fault_point
 from kvmesh.protocol.transfer import Aux, TransferResult
 from kvmesh.telemetry import get_logger
+from kvmesh.transceiver.borders import isolated
 from kvmesh.transceiver.bounce import run_job
 from kvmesh.transceiver.local import LocalEngine
 from kvmesh.transceiver.parts import encode_tiers
@@ -85,7 +86,7 @@ class Serving:
             return
         except Exception:
             # The border of error isolation, as below.
-            self._log.exception("cannot reach a receiver's memory", peer=str(peer))
+            isolated(self._log, "cannot reach a receiver's memory", peer=str(peer))
             refusal = f"{self._engine.key} cannot reach the memory of {peer}; its log says why"
             self._engine.send(route, self._engine.handshake.reply(refused=refusal))
             return
@@ -157,7 +158,7 @@ class Serving:
             self._fail(session, str(error))
         except Exception:
             # The border of error isolation: what one receiver makes go wrong ends its own transfer only.
-            self._log.exception("a transfer could not be served", transfer_id=session.transfer_id, peer=str(peer))
+            isolated(self._log, "a transfer could not be served", transfer_id=session.transfer_id, peer=str(peer))
             self._fail(session, "the page owner could not serve the transfer; its log says why")
         else:
             self._served(session, sums, piece)

@@ -26,6 +26,7 @@ from kvmesh.protocol.transfer import (
     ResultAck,
     TransferResult,
 )
+from kvmesh.transceiver.borders import isolated_errors_total
 from kvmesh.transceiver.bounce import BounceRegions
 from kvmesh.transceiver.claims import sign
 from kvmesh.transceiver.control import Control, Route
@@ -81,6 +82,7 @@ class Transceiver:
         staging: Callable[[], StagingStats] = StagingStats,
     ) -> None:
         self.backend_name = plane.name
+        self._isolated_before = isolated_errors_total()
         self._bounce = bounce
         self._plane = plane
         self._staging = staging if bounce is None else bounce.stats
@@ -392,6 +394,7 @@ class Transceiver:
             timed_out_total=sent.counters.timed_out + received.counters.timed_out,
             refused_total=sent.counters.refused + received.counters.refused,
             dropped_messages_total=self._control.dropped_total + sent.counters.dropped + received.counters.dropped,
+            isolated_errors_total=isolated_errors_total() - self._isolated_before,
             ledger_dropped_total=self._ledger.dropped_total,
             bytes_moved_total=sent.counters.nbytes + received.counters.nbytes,
             pages_moved_total=sent.counters.pages + received.counters.pages,

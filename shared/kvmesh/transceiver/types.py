@@ -149,6 +149,8 @@ class TransceiverStats(NamedTuple):
     """Refused here: forged, expired, foreign, stale or replayed tickets, and requests for pages not held any more."""
     dropped_messages_total: int
     """Control messages that could not be sent or understood, and answers to older sessions."""
+    isolated_errors_total: int
+    """Defects that ended one peer's transfer or connection in this process, and nothing else."""
     ledger_dropped_total: int
     """Ledger entries lost because nobody drained them."""
     bytes_moved_total: int

@@ -143,14 +143,34 @@ class Peer:
 
     def end(self) -> int | None:
         """Leave in an orderly way; returns the exit status."""
+        assert self.stats()["isolated_errors_total"] == 0
         self.shutdown()
         return self._join()
 
     def clean_up(self) -> None:
+        isolated = self._isolated_errors()
         if self.process.is_alive():
             self.process.kill()
         self._join()
         self._pipe.close()
+        assert not isolated, f"{self.name} has isolated {isolated} defects; its log has the tracebacks"
+
+    def _isolated_errors(self) -> int:
+        """Of a process that can still be asked."""
+        try:
+            # Under mpiexec nobody stops it.
+            if (pid := getattr(self.process, "pid", None)) is not None:
+                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+                if state in "TZ":
+                    return 0
+            if not self.process.is_alive():
+                return 0
+            self._pipe.send(("stats", {}))
+            if not self._pipe.poll(ANSWER_TIMEOUT_S):
+                return 0
+            return int(self._pipe.recv()["result"]["isolated_errors_total"])
+        except (OSError, EOFError):
+            return 0
 
 
 class Pair:
@@ -169,8 +189,10 @@ class Pair:
         return self
 
     def stop(self) -> None:
-        self.context.clean_up()
-        self.generation.clean_up()
+        try:
+            self.context.clean_up()
+        finally:
+            self.generation.clean_up()
 
     def move(self, transfer: int, source: list[int], target: list[int], first: int = 0) -> None:
         """One whole transfer, checked."""

@@ -18,6 +18,7 @@ from typing import Final
 
 from kvmesh.net.address import listen
 from kvmesh.telemetry import get_logger
+from kvmesh.transceiver.borders import isolated
 from kvmesh.transceiver.planes.base import MoveControl, MoveStoppedError, PlaneError
 from kvmesh.transceiver.planes.sockets import STOP_POLL_S, accept, receive_exactly, shut, tune
 from kvmesh.transceiver.planes.strangers import Strangers
@@ -275,7 +276,7 @@ class DataSource:
             self._lose(str(error), expected)
         except Exception as error:
             # The border of error isolation: what one owner sends ends its own connection only.
-            get_logger("transceiver.channel").exception("a data connection failed", owner=self._where)
+            isolated(get_logger("transceiver.channel"), "a data connection failed", owner=self._where)
             self._lose(repr(error), expected)
 
     def _lose(self, reason: str, expected: _Expected | None) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmesh.telemetry import get_logger
+from kvmesh.transceiver.borders import isolated
 from kvmesh.transceiver.channels.mailbox import Mailbox, Operation
 from kvmesh.transceiver.channels.mpi_library import MpiError, connect_bounded, load_mpi
 from kvmesh.transceiver.planes.base import PlaneError
@@ -202,7 +203,7 @@ class MpiThread:
             except Exception as error:
                 # Nothing can be said about what is under way; its memory stays in use until the process ends.
                 self._ended = f"MPI has failed ({error!r}); transfers over MPI need this server to be restarted"
-                self._log.exception("MPI has failed; transfers over it fail from here on")
+                isolated(self._log, "MPI has failed; transfers over it fail from here on")
                 break
             if arrived or calls:
                 last_progress_s = time.monotonic()
@@ -227,7 +228,7 @@ class MpiThread:
             future.set_exception(PlaneError(str(error)))
         except Exception as error:
             # The border of error isolation: one call has failed, others go on.
-            self._log.exception("a call to MPI has failed")
+            isolated(self._log, "a call to MPI has failed")
             future.set_exception(PlaneError(f"a call to MPI has failed: {error!r}"))
 
     def _turn(self) -> bool:

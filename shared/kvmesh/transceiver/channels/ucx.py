@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from kvmesh.telemetry import get_logger
+from kvmesh.transceiver.borders import isolated
 from kvmesh.transceiver.channels.base import BackendName, Region, Side
 from kvmesh.transceiver.channels.mailbox import Expected, Mailbox, Operation, bytes_of, check_span
 from kvmesh.transceiver.planes.base import MoveControl, MoveStoppedError, PlaneError
@@ -223,8 +224,11 @@ class UcxChannel:
             self._progress()
         except Exception as error:
             # Nothing can be said about what is under way; its memory stays in use until the process ends.
-            is_ours = not isinstance(error, self._errors)
-            self._log.error("UCX has failed; transfers over it fail from here on", error=repr(error), exc_info=is_ours)
+            failed = "UCX has failed; transfers over it fail from here on"
+            if isinstance(error, self._errors):
+                self._log.error(failed, error=str(error))
+            else:
+                isolated(self._log, failed)
             self._closed = True
             for key, peer in list(self._peers.items()):
                 self._mailbox.fail(peer.source, f"{key} cannot be reached: UCX has failed")

@@ -18,6 +18,7 @@ from typing import Final
 from kvmesh.net.address import listen
 from kvmesh.net.faults import FaultInjectedError, fault_point
 from kvmesh.telemetry import get_logger
+from kvmesh.transceiver.borders import isolated
 from kvmesh.transceiver.planes.base import MoveControl, MoveJob, MoveStoppedError, Part, PlaneError
 from kvmesh.transceiver.planes.pieces import piece_slices
 from kvmesh.transceiver.planes.sockets import STOP_POLL_S, accept, shut, tune
@@ -171,7 +172,7 @@ class PageServer:
             return
         except Exception:
             # The border of error isolation: what one receiver makes go wrong ends its own connection only.
-            self._log.exception("pages could not be streamed")
+            isolated(self._log, "pages could not be streamed")
         finally:
             with self._lock:
                 self._connections.pop(connection, None)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmesh.telemetry import get_logger
+from kvmesh.transceiver.borders import isolated
 from kvmesh.transceiver.planes.base import MoveControl, MoveJob, MoveStoppedError, Part, PlaneError, Side
 from kvmesh.transceiver.planes.nixl_agent import load_nixl, nixl_errors
 from kvmesh.transceiver.planes.pieces import check_remote, piece_slices
@@ -310,7 +311,7 @@ class NixlPlane:
                 except Exception:
                     # Whose writes need the help fail by their deadline; the others must not miss it.
                     if not failed:
-                        self._log.exception("NIXL makes no progress")
+                        isolated(self._log, "NIXL makes no progress")
                     failed = True
             time.sleep(TICK_S)
 

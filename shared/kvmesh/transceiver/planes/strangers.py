@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvmesh.telemetry import get_logger
+from kvmesh.transceiver.borders import isolated
 from kvmesh.transceiver.planes.sockets import shut
 
 __all__ = ["MAX_STRANGERS", "Strangers"]
@@ -69,7 +70,7 @@ class Strangers:
             serve(connection)
         except Exception:
             # The border of error isolation: what one peer makes go wrong ends its own connection only.
-            self._log.exception("a connection is closed: it could not be served", thread=self._name)
+            isolated(self._log, "a connection is closed: it could not be served", thread=self._name)
             shut(connection)
             connection.close()
         finally:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvmesh.telemetry import get_logger
+from kvmesh.transceiver.borders import isolated
 from kvmesh.transceiver.channels.base import Incoming
 from kvmesh.transceiver.planes.base import MoveControl, MoveJob, MoveStoppedError, PlaneError
 from kvmesh.transceiver.planes.sockets import shut, tune
@@ -295,7 +296,7 @@ class PieceClient:
             self._lose(str(error))
         except Exception as error:
             # The border of error isolation: what one owner says ends its own connection only.
-            get_logger("transceiver.staged").exception("an owner's answer could not be handled", peer=str(self._peer))
+            isolated(get_logger("transceiver.staged"), "an owner's answer could not be handled", peer=str(self._peer))
             shut(self._stream)
             self._lose(repr(error))
         self._settle()

@@ -19,6 +19,7 @@ from typing import Final
 from kvmesh.net.address import listen
 from kvmesh.net.faults import FaultInjectedError, fault_point
 from kvmesh.telemetry import get_logger
+from kvmesh.transceiver.borders import isolated
 from kvmesh.transceiver.channels.base import Channel, Region
 from kvmesh.transceiver.planes.base import MoveControl, MoveStoppedError, Part, PlaneError
 from kvmesh.transceiver.planes.sockets import accept, shut, tune
@@ -172,7 +173,7 @@ class PieceServer:
             self._log.debug("a receiver has left", peer=str(peer or "nobody"), reason=str(error))
         except Exception:
             # The border of error isolation: what one receiver makes go wrong ends its own connection only.
-            self._log.exception("a receiver's connection failed", peer=str(peer or "nobody"))
+            isolated(self._log, "a receiver's connection failed", peer=str(peer or "nobody"))
         finally:
             self._give_up(connection)
             connection.requests.put(None)
@@ -313,7 +314,7 @@ class PieceServer:
                 kind, text = AnswerKind.REFUSED, str(error)
             except Exception:
                 # The border of error isolation: a piece has failed, and the transfer that it belongs to.
-                self._log.exception("a piece could not be sent", peer=str(connection.peer))
+                isolated(self._log, "a piece could not be sent", peer=str(connection.peer))
                 kind, text = AnswerKind.REFUSED, "the owner could not send a piece; its log says why"
             connection.working = False
             connection.answer(kind, tag=request.tag, number=request.session, text=text)
