@@ -193,3 +193,41 @@ def test_an_old_ticket_takes_no_link_away(wire: Wire) -> None:
     wire.pump()
     assert wire.receiver.poll(0).completed == [9]
     over(wire)
+
+
+# Defects.
+
+
+def defect() -> None:
+    raise ZeroDivisionError
+
+
+def test_a_defect_in_moving_ends_one_transfer_and_no_thread(wire: Wire) -> None:
+    """Whatever a plane raises: the threads of a peer go on, and with them the engine."""
+    mover = wire.generation_plane if wire.generation_plane.direction == "pull" else wire.context_plane
+    mover.during = defect
+    wire.ask(9, wire.offer(9))
+    wire.pump()
+    [failure] = wire.receiver.poll(0).failed
+    assert "log" in failure.message
+    over(wire)
+    mover.during = lambda: None
+    wire.ask(8, wire.offer(8))
+    wire.pump()
+    assert wire.receiver.poll(0).completed == [8]
+
+
+@pytest.mark.parametrize("direction", ["pull", "push"])
+def test_a_defect_in_attaching_refuses_the_peer(
+    make_wire: Any, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire = make_wire(direction)
+    for plane in (wire.context_plane, wire.generation_plane):
+        monkeypatch.setattr(plane, "attach", lambda *_: defect())
+    wire.ask(9, wire.offer(9))
+    wire.pump()
+    [failure] = wire.receiver.poll(0).failed
+    assert failure.status == 503
+    assert "cannot reach the memory of" in failure.message
+    wire.sender.cancel(9)
+    over(wire)
