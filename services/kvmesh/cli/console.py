@@ -14,9 +14,20 @@ from rich.status import Status
 from kvmesh.cli.logs import LogLine
 from kvmesh.cli.rundir import MeshState, RunDir
 
-__all__ = ["Progress", "print_ready", "say_line"]
+__all__ = ["Progress", "print_ready", "say_line", "table_console"]
+
+UNBOUNDED = 10_000
+"""Columns; no line of ours is as long."""
 
 _COLOURS = {"warning": "yellow", "error": "red", "critical": "bold red"}
+
+
+def table_console() -> Console:
+    """A console for tables: in a pipe or a file nothing is cut, there are no columns to fit."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = UNBOUNDED
+    return console
 
 
 class Progress:

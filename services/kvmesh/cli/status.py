@@ -14,6 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvmesh.cli.console import table_console
 from kvmesh.cli.reach import explained
 from kvmesh.cli.rundir import RunDir, is_running
 from kvmesh.cli.status_cache import cache_block
@@ -69,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:  # noqa: 
 def run(args: argparse.Namespace) -> int:
     """Show the state of the mesh; 1 when one of its members does not answer."""
     url, given = coordinator_url(args), bool(args.coordinator)
-    console = Console()
+    console = table_console()
     if args.watch and not args.json:
         _watch(console, url, given)
     status = anyio.run(_read, url, given)

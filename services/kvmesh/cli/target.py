@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 
+import anyio
+
 from kvmesh.cli.errors import UserError
 from kvmesh.cli.rundir import MeshState, RunDir, is_running
+from kvmesh.net.client import HttpClient, PeerUnreachableError
+from kvmesh.protocol.errors import ApiError
 
 __all__ = ["add_target_flags", "auth_headers", "coordinator_url", "router_url"]
 
@@ -30,9 +34,16 @@ def router_url(args: argparse.Namespace) -> str:
 
 
 def coordinator_url(args: argparse.Namespace) -> str:
-    """The coordinator's base URL, from ``--coordinator``, the running mesh, or the default port."""
+    """The coordinator's base URL, from ``--coordinator``, the running mesh, or the default port.
+
+    Of several with commas between, the first that answers: it names the one that leads.
+
+    Raises:
+        UserError: no address, or none of several answers.
+    """
     if args.coordinator:
-        return _complete(args.coordinator)
+        urls = [_complete(url.strip()) for url in args.coordinator.split(",")]
+        return urls[0] if len(urls) == 1 else anyio.run(_first_that_answers, urls)
     state = _running()
     return state.coordinator_url if state is not None else DEFAULT_COORDINATOR_URL
 
@@ -46,6 +57,19 @@ def auth_headers(args: argparse.Namespace) -> dict[str, str]:
 def _running() -> MeshState | None:
     state = RunDir.from_environment().read()
     return state if state is not None and is_running(state.supervisor) else None
+
+
+async def _first_that_answers(urls: list[str]) -> str:
+    async with HttpClient(timeout_s=5.0) as http:
+        for url in urls:
+            try:
+                async with http.open("GET", f"{url}/health"):
+                    return url
+            except ApiError:
+                return url
+            except PeerUnreachableError:
+                continue
+    raise UserError(f"none of {', '.join(urls)} answers; check --coordinator")
 
 
 def _complete(url: str) -> str:

@@ -6,13 +6,14 @@ import argparse
 import time
 from datetime import UTC, datetime
 from typing import get_args
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 import anyio
 import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from kvmesh.cli.console import table_console
 from kvmesh.cli.errors import UserError
 from kvmesh.cli.reach import explained
 from kvmesh.cli.target import coordinator_url
@@ -30,7 +31,7 @@ WATCH_S = 1.0
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:  # noqa: ARG001 - one command
     """Which transfers, and how to show them."""
-    parser.add_argument("transfer_id", nargs="?", type=int, help="one transfer, side by side with what each side said")
+    parser.add_argument("transfer_id", nargs="?", help="one transfer, or the beginning of its id: what each side said")
     parser.add_argument("--state", choices=get_args(TransferState), help="only those in this state")
     parser.add_argument("--open", action="store_true", help="only those that are not finished")
     parser.add_argument(
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:  # noqa: 
 def run(args: argparse.Namespace) -> int:
     """Show transfers; see :data:`STUCK` for the status."""
     url = coordinator_url(args)
-    console = Console()
+    console = table_console()
     if args.transfer_id is not None:
         record = anyio.run(_one, url, args.transfer_id, bool(args.coordinator))
         _put(console, record, _sides(record), as_json=args.json)
@@ -72,12 +73,12 @@ def _put(console: Console, data: TransferList | TransferRecord, shown: Renderabl
         console.print(shown)
 
 
-async def _one(url: str, transfer_id: int, given: bool) -> TransferRecord:
+async def _one(url: str, transfer_id: str, given: bool) -> TransferRecord:
     async with HttpClient(timeout_s=5.0) as http:
         try:
-            return await http.call("GET", f"{url}/transfers/{transfer_id}", TransferRecord)
+            return await http.call("GET", f"{url}/transfers/{quote(transfer_id, safe='')}", TransferRecord)
         except ApiError as error:
-            if error.code == "not_found":
+            if error.code in ("not_found", "ambiguous"):
                 raise UserError(error.message) from None
             raise await explained(http, error, url, wanted="coordinator", given=given) from error
         except (PeerUnreachableError, msgspec.DecodeError) as error:

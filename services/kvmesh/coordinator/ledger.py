@@ -171,6 +171,12 @@ class TransferLedger:
         record = self._open.get(transfer_id) or self._finished.get(transfer_id)
         return None if record is None else self._view(record)
 
+    def find(self, digits: str) -> list[int]:
+        """The transfers that a person may mean: the one with this id, else all whose ids begin so."""
+        if int(digits) in self._open or int(digits) in self._finished:
+            return [int(digits)]
+        return [number for queue in (self._open, self._finished) for number in queue if str(number).startswith(digits)]
+
     def query(self, wanted: LedgerQuery | None = None, *, limit: int = 100) -> TransferList:
         """Newest first, or with ``wanted.stuck`` oldest first.
 

@@ -56,7 +56,10 @@ class LedgerFaces:
 
     async def _transfer(self, request: web.Request) -> web.Response:
         text = request.match_info["transfer_id"]
-        record = self._ledger.get(int(text)) if text.isascii() and text.isdigit() and len(text) <= 20 else None
+        found = self._ledger.find(text) if text.isascii() and text.isdigit() and len(text) <= 20 else []
+        if len(found) > 1:
+            raise ApiError(409, f"The ledger knows {len(found)} transfers that begin with {text}.", code="ambiguous")
+        record = self._ledger.get(found[0]) if found else None
         if record is None:
             raise ApiError(404, f"The ledger knows no transfer {text}; it keeps the latest ones.", code="not_found")
         return json_response(record)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from kvmesh.config.coordinator import CoordinatorSettings
+from kvmesh.config.describe import WORKER_SECTIONS
 from kvmesh.config.endpoints import Port
 from kvmesh.config.indexer import IndexerSettings
 from kvmesh.config.router import RouterSettings
@@ -17,7 +18,6 @@ from kvmesh.config.worker import WorkerSettings
 
 __all__ = ["MeshSettings", "spread_over_workers"]
 
-_WORKER_SECTIONS = ("context", "generation", "aggregated")
 _GIVEN_BY_THE_MESH = frozenset({"role", "port", "instance_id", "coordinator_url"})
 
 
@@ -87,4 +87,4 @@ def spread_over_workers(layer: Mapping[str, Any]) -> dict[str, Any]:
     own = {key: value for key, value in layer.items() if key not in known}
     if not shared:
         return own
-    return own | {section: merged(shared, own.get(section) or {}) for section in _WORKER_SECTIONS}
+    return own | {section: merged(shared, own.get(section) or {}) for section in WORKER_SECTIONS}

@@ -48,8 +48,8 @@ def check_settings(settings: WorkerSettings) -> None:
     if not settings.cluster_secret:
         raise ConfigError(
             f"cache_transceiver_config.backend {settings.cache_transceiver_config.backend} needs a cluster secret: set "
-            "KVMESH_CLUSTER_SECRET or cluster_secret_file to the same on all servers, or leave backend out where nothing "
-            "is transferred"
+            "KVMESH_CLUSTER_SECRET or cluster_secret_file to the same on all servers, or leave backend out where "
+            "nothing is transferred"
         )
     check_transfer_settings(settings, resolved.runtime)
 

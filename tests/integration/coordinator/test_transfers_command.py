@@ -85,3 +85,40 @@ async def test_what_cannot_be_asked(coordinator):
             with pytest.raises(ApiError) as refused:
                 await http.call("GET", f"{url}/transfers?{query}", dict)
             assert refused.value.status == 400
+
+
+async def test_ids_are_whole_in_a_pipe_and_on_a_narrow_terminal_and_a_beginning_is_enough(
+    coordinator, capsys, monkeypatch
+):
+    ids = [3179077918699123456 + number for number in (0, 1, 5_000_000_000)]
+    now_ms = time.time_ns() // 1_000_000
+    said = [
+        LedgerEvent(transfer_id=one, side=side, state="completed", unix_ms=now_ms, instance_id=f"{side}-0", epoch=1)
+        for one in ids
+        for side in ("context", "generation")
+    ]
+    async with coordinator() as url, HttpClient() as http:
+        await http.call("POST", f"{url}/transfers", dict, body=said)
+        monkeypatch.setenv("COLUMNS", "60")
+        for environment, cut in ((), False), (("FORCE_COLOR", "1"), True):
+            if environment:
+                monkeypatch.setenv(*environment)
+            assert await command("transfers", "--coordinator", url) == 0
+            out = capsys.readouterr().out
+            assert all(str(one) in out for one in ids)
+            assert ("\N{HORIZONTAL ELLIPSIS}" in out) is cut
+        monkeypatch.delenv("FORCE_COLOR")
+        assert await command("transfers", str(ids[2])[:12], "--coordinator", url) == 0
+        assert f"transfer {ids[2]}: completed" in capsys.readouterr().out
+        assert await command("transfers", str(ids[0])[:6], "--coordinator", url) == 2
+        assert "knows 3 transfers that begin with" in capsys.readouterr().err
+        assert await command("transfers", str(ids[0]), "--coordinator", url) == 0
+
+
+async def test_of_several_coordinators_one_that_answers_is_asked(coordinator, capsys, free_port):
+    nobody = f"http://127.0.0.1:{free_port}"
+    async with filled(coordinator) as url:
+        assert await command("transfers", "2", "--coordinator", f"{nobody},{url}") == 0
+        assert "transfer 2: registered" in capsys.readouterr().out
+    assert await command("transfers", "--coordinator", f"{nobody},{nobody}") == 2
+    assert f"none of {nobody}, {nobody} answers; check --coordinator" in capsys.readouterr().err

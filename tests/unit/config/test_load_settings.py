@@ -13,10 +13,12 @@ from kvmesh.config import (
     CoordinatorSettings,
     IndexerSettings,
     KvCacheAwarePolicy,
+    MeshSettings,
     RouterSettings,
     WorkerSettings,
     load_settings,
 )
+from kvmesh.config.mesh import spread_over_workers
 
 Write = Callable[[str], Path]
 
@@ -176,3 +178,15 @@ def test_worker_settings_survive_the_engine_border() -> None:
         overrides={"role": "context", "kv_cache_config": {"kv_events_config": {"enable_kv_cache_events": True}}},
     )
     assert WorkerSettings.model_validate_json(settings.model_dump_json()) == settings
+
+
+def test_what_is_wrong_for_every_kind_of_worker_is_said_once() -> None:
+    flags = spread_over_workers({"cache_transceiver_config": {"backend": "ucx"}})
+    with pytest.raises(ConfigError) as error:
+        load_settings(MeshSettings, env={}, overrides=flags)
+    message = str(error.value)
+    assert message.startswith("cache_transceiver_config.backend: Input should be 'DEFAULT', 'UCX',")
+    assert message.count("backend") == 1
+    assert "in just these letters" in message
+    with pytest.raises(ConfigError, match=r"^context\.max_batch_size: Input should be greater than 0 \(from flags\)$"):
+        load_settings(MeshSettings, env={}, overrides={"context.max_batch_size": 0})
