@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvmesh.cache.device import CpuDevice
+from kvmesh.transceiver.planes import nixl
 from kvmesh.transceiver.planes.base import MoveJob, Part, PlaneError
 from kvmesh.transceiver.planes.nixl import NixlPlane
 from kvmesh.transceiver.types import PeerKey, PoolMemory
@@ -82,3 +83,17 @@ def test_pieces_outside_the_receivers_pages_are_not_written(ends: tuple[End, End
     part = Part(0, ids(1), 0, ids(1), 64)._replace(**change)  # type: ignore[arg-type]
     with pytest.raises(PlaneError, match=r"of the peer|the peer's (pages|pool)"):
         owner.plane.move(peer, MoveJob(transfer_id=7, session=1, parts=[part]))
+
+
+def test_closing_does_not_wait_for_whoever_is_stuck_in_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See :meth:`DataPlane.close`: bounded."""
+    monkeypatch.setattr(nixl, "CLOSE_S", 0.05)
+    end = End("stuck", (4096, 4096), 1)
+    with end.plane._lock:
+        end.plane.session_opened()
+        end.plane.close()
+    # What was left behind is released as if the process had ended.
+    end.plane._thread.join(20)
+    assert not end.plane._thread.is_alive()
+    end.plane._closed = False
+    end.close()

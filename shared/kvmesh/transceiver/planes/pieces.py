@@ -24,8 +24,14 @@ class RemotePages(Protocol):
 
 
 def piece_slices(parts: Sequence[Part], most_bytes: int) -> Iterator[tuple[int, slice]]:
-    """Cut parts into slices of ``most_bytes`` at most, or of one piece: yields (index of the part, slice)."""
+    """Cut parts into slices of ``most_bytes`` at most, or of one piece: yields (index of the part, slice).
+
+    Raises:
+        PlaneError: pieces of a part have no bytes.
+    """
     for index, part in enumerate(parts):
+        if part.nbytes < 1:
+            raise PlaneError(f"pieces of {part.nbytes} bytes are asked for")
         step = max(1, most_bytes // part.nbytes)
         for start in range(0, len(part.local), step):
             yield index, slice(start, min(start + step, len(part.local)))
