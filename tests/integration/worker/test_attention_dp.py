@@ -46,16 +46,29 @@ def cached(answer: Any) -> int:
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
+@pytest.fixture(scope="module")
+def of_one_engine() -> list[list[int]]:
+    """What one engine answers to prompts 0 to 3, once a test has asked (:func:`known_answers`)."""
+    return []
+
+
+async def known_answers(of_one_engine: list[list[int]], serve: Serve, settings_of: SettingsOf) -> list[list[int]]:
+    if not of_one_engine:
+        async with serve(settings_of("both", backend=None)) as (alone,):
+            of_one_engine += [tokens_of((await alone.complete(prompt(number)))[1]) for number in range(4)]
+    return of_one_engine
+
+
 async def per_rank(worker: Any, key: str) -> list[int]:
     await worker.wait_whole()
     return [rank[key] for rank in (await worker.stats())["attention_dp_ranks"]]
 
 
-async def test_two_ranks_are_one_server(serve: Serve, settings_of: SettingsOf) -> None:
+async def test_two_ranks_are_one_server(serve: Serve, settings_of: SettingsOf, of_one_engine: list[list[int]]) -> None:
     """§2.2: events of both ranks come with ``attention_dp_rank``; answers are those of one engine."""
-    alone, both = settings_of("both", backend=None), settings_of("both", backend=None, event_buffer_max_size=1000)
-    async with serve(alone, with_ranks(both)) as (single, worker):
-        expected = [tokens_of((await single.complete(prompt(number)))[1]) for number in range(4)]
+    expected = await known_answers(of_one_engine, serve, settings_of)
+    both = settings_of("both", backend=None, event_buffer_max_size=1000)
+    async with serve(with_ranks(both)) as (worker,):
         answers = [(await worker.complete(prompt(number)))[1] for number in range(4)]
         assert [tokens_of(answer) for answer in answers] == expected
         assert await per_rank(worker, "generated_tokens_total") == [16, 16]
@@ -118,22 +131,23 @@ async def test_conversations_stay_on_their_rank(serve: Serve, settings_of: Setti
         assert await per_rank(worker, "generated_tokens_total") == [48, 48]
 
 
-NIXL = pytest.mark.skipif("NIXL" not in installed_backends(), reason="needs NIXL: pip install 'kvmesh[engine]'")
+NIXL = pytest.mark.skipif("NIXL" not in installed_backends(), reason="needs NIXL: make venv EXTRAS=engine")
 
 
 @pytest.mark.parametrize(
     ("generation_ranks", "backend"), [(1, "DEFAULT"), (2, "DEFAULT"), pytest.param(2, "NIXL", marks=NIXL)]
 )
 async def test_pages_move_between_ranks(
-    serve: Serve, settings_of: SettingsOf, generation_ranks: int, backend: str
+    serve: Serve, settings_of: SettingsOf, of_one_engine: list[list[int]], generation_ranks: int, backend: str
 ) -> None:
+    expected = await known_answers(of_one_engine, serve, settings_of)
     context, generation = (
         with_ranks(settings_of("context", backend=backend)),
         settings_of("generation", backend=backend),
     )
     if generation_ranks > 1:
         generation = with_ranks(generation, generation_ranks)
-    async with serve(context, generation, settings_of("both", backend=None)) as (ctx, gen, single):
+    async with serve(context, generation) as (ctx, gen):
         endpoints = (await ctx.get("/server_info"))["disaggregated_params"]["ctx_info_endpoint"]
         assert len(set(endpoints)) == 2
         for number in range(4):
@@ -151,7 +165,7 @@ async def test_pages_move_between_ranks(
             assert (handoff["ctx_dp_rank"], handoff["ctx_info_endpoint"]) == (source, endpoints[source])
             status, answer = await gen.decode(prompt(number), {**handoff, "dp_rank": target})
             assert status == 200, answer
-            assert tokens_of(answer) == tokens_of((await single.complete(prompt(number)))[1])
+            assert tokens_of(answer) == expected[number]
         assert await per_rank(ctx, "transfers_completed_total") == [2, 2]
         stats = await gen.wait_whole()
         assert (stats["transfers_completed_total"], stats["transfer_pages_total"]) == (4, 4 * 4)
@@ -164,7 +178,7 @@ async def test_pages_move_between_ranks(
         handoff = await ctx.prefill(prompt(2), 200)
         assert handoff["ctx_dp_rank"] == 1
         status, answer = await gen.decode(prompt(2), handoff)
-        assert (status, tokens_of(answer)) == (200, tokens_of((await single.complete(prompt(2)))[1]))
+        assert (status, tokens_of(answer)) == (200, expected[2])
         stats = await gen.wait_stats("the transfer is over", transfers_completed_total=5)
         assert stats["transfer_pages_reused_total"] >= 3
         assert stats["transfer_pages_total"] <= 4 * 4 + 1  # the last block is a partial one
