@@ -54,7 +54,7 @@ class StreamAnswer:
         first: events that have come already.
         rest: where the others come from; None when ``first`` is the whole stream.
         rewrite: applied to complete events before they go on.
-        on_end: told how it ended: well, or by the server's fault. Not called when the consumer loses interest.
+        on_end: told how it ended: well (None), or with which error. Not called when the consumer loses interest.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class StreamAnswer:
         rest: Events | None = None,
         *,
         rewrite: Callable[[bytes], bytes] | None = None,
-        on_end: Callable[[bool], None] | None = None,
+        on_end: Callable[[ApiError | None], None] | None = None,
     ) -> None:
         self._first = first
         self._rest = rest
@@ -83,7 +83,7 @@ class StreamAnswer:
                 good, error = error_in(block)
                 if good:
                     yield good
-                self._ended(well=False)
+                self._ended(error)
                 raise error
             if not done:
                 yield block if self._rewrite is None else self._rewrite(block)
@@ -94,15 +94,18 @@ class StreamAnswer:
             except UpstreamBrokenError as broken:
                 if done:
                     break
-                self._ended(well=False)
-                raise broken_off(str(broken)) from broken
-        self._ended(well=done)
+                error = broken_off(str(broken))
+                self._ended(error)
+                raise error from broken
         if not done:
-            raise broken_off("before it was finished")
+            error = broken_off("before it was finished")
+            self._ended(error)
+            raise error
+        self._ended(None)
 
-    def _ended(self, *, well: bool) -> None:
+    def _ended(self, error: ApiError | None) -> None:
         if self._on_end is not None:
-            self._on_end(well)
+            self._on_end(error)
 
 
 Answer = WholeAnswer | StreamAnswer

@@ -17,7 +17,7 @@ from kvmesh.router.explain import Attempt
 from kvmesh.router.generation_first import BothLegs
 from kvmesh.router.hand_off import Abort, HandOff
 from kvmesh.router.ids import TransferIds
-from kvmesh.router.legs import LegFailure, Legs
+from kvmesh.router.legs import LegFailure, Legs, judge
 from kvmesh.router.opening import first_events, with_usage
 from kvmesh.router.plan import Avoid, Placement, Planner
 from kvmesh.router.rewrite import as_events, rewrite_usage_events
@@ -173,10 +173,10 @@ class Attempts:
         """
         tokens, second = work.prompt_tokens, hand_off is not None
 
-        def ended(well: bool) -> None:
+        def ended(error: ApiError | None) -> None:
             if hand_off is not None:
-                hand_off.settled = well
-            server.breaker.succeeded() if well else server.breaker.failed()
+                hand_off.settled = error is None
+            judge(server, error)
 
         if not work.request.stream:
             # Its prefill cannot be seen to end, so siblings go there at once: the engine computes a prefix but once.
@@ -184,7 +184,7 @@ class Attempts:
             body = await self._legs.whole(
                 server, outgoing, work.headers, tokens=tokens, second=second, deadline=work.deadline
             )
-            ended(well=True)
+            ended(None)
             return WholeAnswer(body if truth is None else with_usage(body, truth))
         response = await stack.enter_async_context(
             self._legs.open(server, outgoing, work.headers, tokens=tokens, second=second, deadline=work.deadline)

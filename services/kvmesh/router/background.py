@@ -10,7 +10,7 @@ import anyio
 
 from kvmesh.protocol.errors import ApiError
 from kvmesh.router.dialects.base import Prefilled
-from kvmesh.router.legs import LegFailure
+from kvmesh.router.legs import CONSEQUENCES, LegFailure
 
 __all__ = ["ContextLeg", "in_background"]
 
@@ -19,20 +19,6 @@ T = TypeVar("T")
 GRACE_S = 0.5
 """How long the failure of one leg waits for the other's, where it is likely to be its consequence: the client should
 hear why, and the right server be blamed."""
-
-CONSEQUENCES = frozenset(
-    {
-        "kv_transfer_cancelled",
-        "kv_transfer_timeout",
-        "kv_receiver_timeout",
-        "transfer_failed",
-        "receiver_failed",
-        "peer_dead",
-        "peer_lost",
-        "peer_unreachable",
-    }
-)
-"""Codes of failures that a server reports because the other leg's server has failed, or has been stopped."""
 
 
 class ContextLeg:

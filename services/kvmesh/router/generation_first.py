@@ -19,7 +19,7 @@ from kvmesh.router.cluster import Server
 from kvmesh.router.dialects.base import Outgoing, Prefilled
 from kvmesh.router.explain import Attempt
 from kvmesh.router.hand_off import HandOff
-from kvmesh.router.legs import LegFailure, Legs
+from kvmesh.router.legs import LegFailure, Legs, judge
 from kvmesh.router.opening import first_events, with_usage
 from kvmesh.router.plan import Avoid, Planner
 from kvmesh.router.rewrite import has_usage, rewrite_usage_events
@@ -105,9 +105,9 @@ class BothLegs:
         leg: ContextLeg,
         stack: AsyncExitStack,
     ) -> StreamAnswer:
-        def ended(well: bool) -> None:
-            hand_off.settled = well
-            server.breaker.succeeded() if well else server.breaker.failed()
+        def ended(error: ApiError | None) -> None:
+            hand_off.settled = error is None
+            judge(server, error)
 
         def rewrite(events: bytes) -> bytes:
             truth = _truth(hand_off, leg)

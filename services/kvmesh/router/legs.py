@@ -21,13 +21,26 @@ from kvmesh.router.upstream import (
     error_from_body,
 )
 
-__all__ = ["LegFailure", "Legs", "failure_of"]
+__all__ = ["CONSEQUENCES", "LegFailure", "Legs", "failure_of", "judge"]
 
 _RETRYABLE = frozenset({429, 500, 502, 503})
 _SICK = frozenset({500, 502})
 """Statuses by which a server shows that it is not well; being busy or shutting down is no sickness."""
 _REQUEST_S_OWN = frozenset({"model_error", "sampling_failed"})
 """Codes of failures that the request takes with it: no sign of its server's health, and the same on another server."""
+CONSEQUENCES = frozenset(
+    {
+        "kv_transfer_cancelled",
+        "kv_transfer_timeout",
+        "kv_receiver_timeout",
+        "transfer_failed",
+        "receiver_failed",
+        "peer_dead",
+        "peer_lost",
+        "peer_unreachable",
+    }
+)
+"""Codes of failures that a server reports because the other leg's server has failed, or has been stopped."""
 _HAND_OFF_REFUSED = frozenset({400, 403, 404, 409, 410, 422})
 """From a second leg these concern the hand-off, which the client knows nothing of: its request passed the first leg."""
 
@@ -144,8 +157,8 @@ class Legs:
             server.breaker.failed()
             return LegFailure(server.member.instance_id, broken_off(str(broken)), retryable=True)
         error = error_from_body(response.status, body, response.retry_after_s)
-        if response.status in _SICK and error.code not in _REQUEST_S_OWN:
-            server.breaker.failed()
+        if response.status in _SICK:
+            judge(server, error)
         return failure_of(server.member.instance_id, error, second=second)
 
 
@@ -186,6 +199,14 @@ def _waiting(server: Server, deadline: Deadline) -> Iterator[None]:
         if deadline.blames(since_s):
             server.breaker.failed()
         raise
+
+
+def judge(server: Server, error: ApiError | None) -> None:
+    """Tell a server's breaker how a leg went: well (None), or by its fault, not the request's nor the other leg's."""
+    if error is None:
+        server.breaker.succeeded()
+    elif error.code not in _REQUEST_S_OWN and error.code not in CONSEQUENCES:
+        server.breaker.failed()
 
 
 def failure_of(instance_id: str, error: ApiError, *, second: bool) -> LegFailure:

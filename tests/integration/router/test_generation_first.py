@@ -16,6 +16,7 @@ from waiting import until
 
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.openai.sse import DONE
+from kvmesh.router.breaker import FAILURES_TO_OPEN
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 CHAT = {"model": "fake-model", "messages": MESSAGES, "max_tokens": 6}
@@ -289,6 +290,32 @@ async def test_the_client_hears_the_cause(
         m["c"].before, m["g"].before = failing(*context), failing(*generation)
         status, answer = await m.post("/v1/chat/completions", CHAT)
         assert (status, answer["error"]["code"]) == told
+
+
+@pytest.mark.parametrize("when", ["before it begins", "whole", "in the stream"])
+async def test_the_generation_server_is_not_blamed_for_the_context_servers_failure(early: Mesh, when: str) -> None:
+    """Else one sick context server would take all generation servers out, one after the other."""
+    async with early(max_retries=0) as m:
+        fail = failing(502, "transfer_failed")
+        if when == "in the stream":
+
+            async def fail_later(number: int) -> None:
+                if number == 2:
+                    await fail(None)
+
+            m["g"].after = fail_later
+        else:
+            m["c"].before, m["g"].before = failing(503, "engine_dead"), fail
+        for _ in range(FAILURES_TO_OPEN + 1):
+            body = {**CHAT, "stream": when != "whole"}
+            async with m.http.post("/v1/chat/completions", json=body) as response:
+                assert "error" in await response.text()
+        assert all(server.breaker.closed for server in m.router.parts.cluster.servers())
+        # What it breaks by itself counts.
+        m["c"].before, m["g"].before, m["g"].after = None, failing(502, "upstream_broken"), None
+        for _ in range(FAILURES_TO_OPEN):
+            assert (await m.post("/v1/chat/completions", CHAT))[0] == 502
+        assert not m.router.parts.cluster.get("g").breaker.closed
 
 
 async def test_a_retry_takes_a_new_id(early: Mesh) -> None:

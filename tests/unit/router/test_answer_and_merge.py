@@ -34,7 +34,9 @@ class FakeResponse:
 async def play(*pieces: bytes | None) -> tuple[list[bytes], list[bool], ApiError | None]:
     ends: list[bool] = []
     out: list[bytes] = []
-    answer = StreamAnswer(b"data: 0\n\n", EventSource(FakeResponse(*pieces)), on_end=ends.append)
+    answer = StreamAnswer(
+        b"data: 0\n\n", EventSource(FakeResponse(*pieces)), on_end=lambda error: ends.append(error is None)
+    )
     try:
         async for block in answer.events():
             out.append(block)
