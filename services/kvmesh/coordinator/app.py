@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
@@ -23,13 +24,16 @@ from kvmesh.net.clock import Clock
 from kvmesh.net.http import OPEN_PATHS, Handler, json_response, read_json
 from kvmesh.net.service import Health, Service
 from kvmesh.protocol.errors import ApiError, bad_request, unavailable
-from kvmesh.protocol.members import Heartbeat, Life, MemberEvent, Registration, WatchReply
+from kvmesh.protocol.members import Heartbeat, HeartbeatReply, Life, MemberEvent, Registration, WatchReply
 from kvmesh.telemetry import get_logger
 
 __all__ = ["CoordinatorService"]
 
 MAX_WATCH_S = 60.0
 """Bound of one long poll."""
+
+UNLED_WATCH_FRACTION = 0.2
+"""Of a lease: bound of a poll while another coordinator may lead, so that watchers look for it."""
 
 SWEEP_FRACTION = 0.1
 """Of a lease: how late, at most, a death is noticed."""
@@ -83,6 +87,7 @@ class CoordinatorService(Service):
         self._changed = anyio.Event()
         self._watchers = 0
         self._advertise_url = advertise_url
+        self._led = True
         self._succession: Succession | None = None
         if etcd is not None:
             state = CoordinatorState(registry, ledger, store)
@@ -98,7 +103,9 @@ class CoordinatorService(Service):
         self.app.router.add_delete("/members/{instance_id}", self._deregister)
         self.app.router.add_get("/cluster_info", self._cluster_info)
         LedgerFaces(ledger, stored=self._stored).add_routes(self.app.router)
-        StorageFaces(store, active=self._is_active, stored=self._stored).add_routes(self.app.router)
+        StorageFaces(store, active=self._is_active, check=self._check_storing, stored=self._confirmed).add_routes(
+            self.app.router
+        )
         self.metrics.collect_statistics("kvmesh_coordinator", self.statistics)
 
     async def start(self, tasks: TaskGroup, url: str) -> None:
@@ -138,8 +145,22 @@ class CoordinatorService(Service):
     def _is_active(self) -> bool:
         return self._succession is None or self._succession.active
 
+    def _leads(self) -> bool:
+        """Whether no other coordinator can contradict what this one decides; acts on the change when there is one."""
+        leads = self._succession is None or self._succession.leads
+        if leads != self._led:
+            self._led = leads
+            if leads:
+                self._registry.begin_again(secrets.token_hex(8))
+                self._store.go_on()
+            else:
+                self._store.hold()
+            self._wake()
+        return leads
+
     async def _only_leading(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Send members to the coordinator that leads."""
+        self._leads()
         try:
             if request.path not in OPEN_PATHS:
                 self._check_leading()
@@ -161,6 +182,16 @@ class CoordinatorService(Service):
             await self._succession.stored()
             self._check_leading()
 
+    def _check_storing(self) -> None:
+        """Nobody may be told of a key's change that another leader does not know of."""
+        if self._succession is not None and not self._succession.can_store:
+            raise _not_stored("etcd does not answer, and another coordinator may lead")
+
+    async def _confirmed(self) -> None:
+        if self._succession is not None and not await self._succession.confirmed():
+            self._check_leading()
+            raise _not_stored("it is not known whether the change was stored")
+
     async def _register(self, request: web.Request) -> web.Response:
         member = (await read_json(request, Registration)).member
         if not member.instance_id or "/" in member.instance_id:
@@ -178,6 +209,7 @@ class CoordinatorService(Service):
             raise _fenced(member.instance_id, member.epoch) from None
         _log.info("member registered", instance_id=member.instance_id, role=member.role, epoch=reply.epoch)
         await self._stored()
+        reply.leads = self._leads()
         return json_response(reply)
 
     async def _heartbeat(self, request: web.Request) -> web.Response:
@@ -191,7 +223,7 @@ class CoordinatorService(Service):
             ) from None
         except FencedError:
             raise _fenced(instance_id, heartbeat.epoch) from None
-        return json_response({})
+        return json_response(HeartbeatReply(leads=self._leads()))
 
     async def _met(self, request: web.Request) -> web.Response:
         instance_id = request.match_info["instance_id"]
@@ -219,8 +251,10 @@ class CoordinatorService(Service):
         self._watchers += 1
         try:
             reply = self._changes(incarnation, revision)
+            if not (led := reply.leads):
+                timeout_s = min(timeout_s, self._registry.lease_s * UNLED_WATCH_FRACTION)
             with anyio.move_on_after(timeout_s):
-                while not (reply.events or reply.reset or self.draining):
+                while not (reply.events or reply.reset or self.draining) and reply.leads == led:
                     await self._changed.wait()
                     self._check_leading()
                     reply = self._changes(incarnation, revision)
@@ -229,7 +263,9 @@ class CoordinatorService(Service):
         return json_response(reply)
 
     def _changes(self, incarnation: str, revision: int) -> WatchReply:
-        return self._registry.changes(incarnation, revision)
+        reply = self._registry.changes(incarnation, revision)
+        reply.leads = self._leads()
+        return reply
 
     async def _cluster_info(self, _request: web.Request) -> web.Response:
         records = await self._store.get_prefix(WORKERS_PREFIX)
@@ -239,7 +275,7 @@ class CoordinatorService(Service):
         interval_s = min(MAX_SWEEP_S, self._registry.lease_s * SWEEP_FRACTION)
         while True:
             await self._clock.sleep(interval_s)
-            if not self._is_active():
+            if not self._leads():
                 continue
             for member in self._registry.sweep():
                 _log.warning("member died: its lease expired", instance_id=member.instance_id, epoch=member.epoch)
@@ -260,6 +296,10 @@ def _fenced(instance_id: str, epoch: int) -> ApiError:
     return ApiError(
         409, f"A newer life of {instance_id} has registered; this one (epoch {epoch}) must stop.", code="fenced"
     )
+
+
+def _not_stored(why: str) -> ApiError:
+    return unavailable(f"The storage takes no changes now: {why}; try again.", code="not_stored")
 
 
 def _is_http(url: str) -> bool:

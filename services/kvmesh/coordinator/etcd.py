@@ -33,6 +33,8 @@ class KeyValue(NamedTuple):
     value: bytes
     mod_revision: int
     """The revision of its last change; grows with every change of anything in the store."""
+    read_revision: int
+    """The revision of the store that it was read in."""
 
 
 class Guard(NamedTuple):
@@ -53,6 +55,7 @@ class _Pair(msgspec.Struct):
 
 
 class _Range(msgspec.Struct):
+    header: _Header = msgspec.field(default_factory=_Header)
     kvs: list[_Pair] = []
     more: bool = False
 
@@ -74,6 +77,7 @@ class _KeptAlive(msgspec.Struct):
 class _Watched(msgspec.Struct):
     events: list[dict[str, Any]] = []
     canceled: bool = False
+    compact_revision: int = 0
 
 
 class _WatchLine(msgspec.Struct):
@@ -120,8 +124,9 @@ class EtcdClient:
         Raises:
             EtcdError: no answer.
         """
-        found = (await self._call("/v3/kv/range", {"key": _coded(key)}, _Range)).kvs
-        return KeyValue(found[0].value, found[0].mod_revision) if found else None
+        page = await self._call("/v3/kv/range", {"key": _coded(key)}, _Range)
+        found = page.kvs[0] if page.kvs else None
+        return KeyValue(found.value, found.mod_revision, page.header.revision) if found else None
 
     async def get_prefix(self, prefix: str) -> dict[str, bytes]:
         """All keys that begin with ``prefix``, without it, and their values.
@@ -198,7 +203,9 @@ class EtcdClient:
         await self._call("/v3/lease/revoke", {"ID": lease}, dict, accept=_LEASE_NOT_FOUND)
 
     async def wait_change(self, key: str, after_revision: int, timeout_s: float) -> bool:
-        """Wait for a change of ``key`` after a revision, for at most ``timeout_s``; whether there was one.
+        """Wait for a change of ``key`` after a revision, for at most ``timeout_s``; whether there may have been one.
+
+        Give the revision of the store that the key was read in: that of the key's last change may have been compacted.
 
         Raises:
             EtcdError: no answer, or the watch was ended.
@@ -212,7 +219,9 @@ class EtcdClient:
                         watched = msgspec.json.decode(line, type=_WatchLine, strict=False).result
                         if watched.events:
                             return True
-                        if watched.canceled:  # that revision has been compacted away
+                        if watched.compact_revision > after_revision:
+                            return True  # what happened since is known no more
+                        if watched.canceled:
                             raise EtcdError(f"{url} ended a watch")
             except (PeerUnreachableError, ApiError, msgspec.DecodeError, OSError) as error:
                 self._next()

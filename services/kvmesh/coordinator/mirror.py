@@ -75,8 +75,10 @@ class Mirror:
         """
         self._stored = dict(stored)
         self._dirty = {}
+        # Whoever waits for an earlier touch waits for all of them: it is not known which of them have been written.
         for key in (*self._stored, *keys):
-            self.touch(key)
+            self._dirty[key] = self._written_before
+        self._filled.set()
 
     async def flushed(self) -> None:
         """Wait until everything that was touched before has been written; the caller bounds the wait."""

@@ -166,6 +166,17 @@ class MemberRegistry:
         self._admit(member, self._entries.get(member.instance_id))
         return True
 
+    def begin_again(self, incarnation: str) -> None:
+        """Decide again after a time in which members may have been heard elsewhere: all have a whole lease to beat.
+
+        Watchers get a reset, for they were told to give nobody up meanwhile.
+        """
+        self.incarnation = incarnation
+        self._started_s = self._swept_s = self._heard_s = now = self._clock.monotonic_s()
+        self._is_cut_off = False
+        for entry in self._entries.values():
+            entry.expires_s = now + self.lease_s
+
     def forget_all(self, incarnation: str) -> None:
         """Begin a new life without members or past: another coordinator has taken over."""
         self.incarnation = incarnation

@@ -84,16 +84,24 @@ class CoordinatorState:
         return None if value is None else msgspec.json.encode(value)
 
     def restore(self, stored: Mapping[str, bytes]) -> Restored:
-        """Take in what an earlier coordinator has stored; what is known here already counts more."""
-        counts = {"members": 0, "epochs": 0, "transfers": 0, "storage": 0}
+        """Take in what an earlier coordinator has stored.
+
+        Of a member the later life counts, and what is over stays over. What this ledger has heard itself counts more.
+        The storage becomes what is stored: whoever led last has decided who holds which key.
+        """
+        storage: dict[str, StoredItem] = {}
+        counts = {"members": 0, "epochs": 0, "transfers": 0}
         # What is over first, so that nothing comes back that has ended.
         for key in sorted(stored, key=lambda key: not key.startswith("epochs/")):
             kind, _, name = key.partition("/")
             try:
-                counts[kind] += self._take(kind, name, stored[key])
+                if kind == "storage":
+                    storage[name] = msgspec.json.decode(stored[key], type=StoredItem)
+                else:
+                    counts[kind] += self._take(kind, name, stored[key])
             except (msgspec.MsgspecError, ValueError, KeyError) as error:
                 _log.warning("a stored key cannot be read; it is left out", key=key, error=str(error))
-        return Restored(counts["members"], counts["transfers"], counts["storage"])
+        return Restored(counts["members"], counts["transfers"], self._store.replace(storage))
 
     def forget_all(self, incarnation: str) -> None:
         """Begin anew: another coordinator has taken over, and what is here grows old."""
@@ -109,4 +117,4 @@ class CoordinatorState:
             return self._registry.restore(msgspec.json.decode(value, type=Member))
         if kind == "transfers":
             return self._ledger.restore(msgspec.json.decode(value, type=TransferRecord))
-        return self._store.restore(name, msgspec.json.decode(value, type=StoredItem))
+        raise KeyError(kind)

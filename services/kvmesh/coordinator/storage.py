@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -137,6 +137,7 @@ class MemoryStore:
         self._max_keys = max_keys
         self._items: dict[str, _Item] = {}
         self._watches: list[Watch] = []
+        self._held_s: float | None = None
 
     async def set(self, key: str, value: str, *, overwrite: bool = False, ttl_s: float = NO_TTL) -> bool:
         """See :meth:`KeyValueStore.set`."""
@@ -158,7 +159,7 @@ class MemoryStore:
         item = self._live(key)
         if item is None:
             return False
-        item.ttl_s, item.expires_s = ttl_s, self._clock.monotonic_s() + ttl_s
+        item.ttl_s, item.expires_s = ttl_s, self._now_s + ttl_s
         self.on_touched(key)
         return True
 
@@ -171,7 +172,7 @@ class MemoryStore:
 
     async def get_prefix(self, prefix: str, *, keys_only: bool = False) -> dict[str, str]:
         """See :meth:`KeyValueStore.get_prefix`."""
-        now = self._clock.monotonic_s()
+        now = self._now_s
         return {
             key: "" if keys_only else item.value
             for key, item in self._items.items()
@@ -180,22 +181,39 @@ class MemoryStore:
 
     async def sweep(self) -> int:
         """See :meth:`KeyValueStore.sweep`."""
-        now = self._clock.monotonic_s()
+        now = self._now_s
         expired = [key for key, item in self._items.items() if _expired(item, now)]
         for key in expired:
             self._drop(key)
         return len(expired)
 
-    def restore(self, key: str, item: StoredItem) -> bool:
-        """Take in a key that was stored by an earlier coordinator, with its whole time to live.
+    def replace(self, items: Mapping[str, StoredItem]) -> int:
+        """Hold what an earlier coordinator has stored and nothing else; what is new has its whole time to live.
 
         Returns:
-            Whether it is news; a key that is known here counts more.
+            How many keys are new, or another than before.
         """
-        if key in self._items or len(self._items) >= self._max_keys:
-            return False
-        self._put(key, item.value, item.ttl_s)
-        return True
+        for key in [key for key in self._items if key not in items]:
+            self._drop(key)
+        news = {key: item for key, item in items.items() if self.item(key) != item}
+        for key, item in news.items():
+            self._put(key, item.value, item.ttl_s)
+        return len(news)
+
+    def hold(self) -> None:
+        """Let no key expire until :meth:`go_on`: somebody else may be told that it is wanted."""
+        if self._held_s is None:
+            self._held_s = self._clock.monotonic_s()
+
+    def go_on(self) -> None:
+        """Let keys expire again; each has as long as it had when they were held."""
+        if self._held_s is None:
+            return
+        held_for_s = self._clock.monotonic_s() - self._held_s
+        self._held_s = None
+        for item in self._items.values():
+            if item.expires_s is not None:
+                item.expires_s += held_for_s
 
     def item(self, key: str) -> StoredItem | None:
         """A key as it is kept here, expired or not."""
@@ -224,15 +242,19 @@ class MemoryStore:
         """Keys and watches now."""
         return {"keys": len(self._items), "watches": len(self._watches)}
 
+    @property
+    def _now_s(self) -> float:
+        return self._clock.monotonic_s() if self._held_s is None else self._held_s
+
     def _live(self, key: str) -> _Item | None:
         item = self._items.get(key)
-        if item is not None and _expired(item, self._clock.monotonic_s()):
+        if item is not None and _expired(item, self._now_s):
             self._drop(key)
             return None
         return item
 
     def _put(self, key: str, value: str, ttl_s: float | None) -> None:
-        self._items[key] = _Item(value, ttl_s, None if ttl_s is None else self._clock.monotonic_s() + ttl_s)
+        self._items[key] = _Item(value, ttl_s, None if ttl_s is None else self._now_s + ttl_s)
         self._notify(key, value, WatchEventType.SET)
 
     def _drop(self, key: str) -> None:

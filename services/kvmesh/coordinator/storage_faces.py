@@ -40,14 +40,21 @@ class StorageFaces:
     Args:
         store: the store.
         active: whether this process answers for it; watches of one that does not are ended.
-        stored: waits, before a change is confirmed, until it survives this process.
+        check: raises when no change may be made now.
+        stored: waits, before a change is confirmed, until it survives this process; raises when it may not.
     """
 
     def __init__(
-        self, store: MemoryStore, *, active: Callable[[], bool], stored: Callable[[], Awaitable[None]]
+        self,
+        store: MemoryStore,
+        *,
+        active: Callable[[], bool],
+        check: Callable[[], None],
+        stored: Callable[[], Awaitable[None]],
     ) -> None:
         self._store = store
         self._active = active
+        self._check = check
         self._stored = stored
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
@@ -61,6 +68,7 @@ class StorageFaces:
 
     async def _set(self, request: web.Request) -> web.Response:
         item = await read_json(request, _SetRequest)
+        self._check()
         try:
             done = await self._store.set(
                 item.key,
@@ -82,12 +90,15 @@ class StorageFaces:
             ttl_s = float(text)
         except ValueError:
             raise bad_request("ttl must be a number of seconds.", param="ttl") from None
+        self._check()
         renewed = await self._store.expire(key, ttl_s)
         await self._stored()
         return _result(renewed)
 
     async def _delete(self, request: web.Request) -> web.Response:
-        deleted = await self._store.delete(_query(request, "key"))
+        key = _query(request, "key")
+        self._check()
+        deleted = await self._store.delete(key)
         await self._stored()
         return _result(deleted)
 

@@ -2,7 +2,8 @@
 
 The leader's key is bound to an etcd lease that the leader keeps alive; everything it writes is guarded by the revision
 of that key, so that one that was replaced while it stood still can write nothing more. Without etcd everybody goes on
-with what they have: a leader leads from its memory, a follower follows, one that never reached etcd acts alone.
+with what they have: a leader answers from its memory, a follower follows, one that never reached etcd acts alone. But
+only who holds the lease by its own clock *leads*, and decides what another leader could decide otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from anyio.abc import TaskGroup
 
 from kvmesh.coordinator.etcd import EtcdClient, EtcdError, Guard, KeyValue
 from kvmesh.coordinator.mirror import DeposedError, Mirror
-from kvmesh.coordinator.state import CoordinatorState
+from kvmesh.coordinator.state import CoordinatorState, Restored
 from kvmesh.net.clock import Clock
 from kvmesh.net.discovery_link import Backoff
 from kvmesh.telemetry import get_logger
@@ -28,6 +29,8 @@ __all__ = ["Standing", "Succession"]
 KEEP_ALIVES_PER_LEASE = 3
 FLUSH_S = 1.0
 """How long an answer waits for what it confirms to be stored."""
+CONFIRM_S = 5.0
+"""The same for what must not be confirmed before."""
 RESIGN_S = 1.0
 
 _log = get_logger("coordinator.succession")
@@ -40,13 +43,14 @@ class Standing(Enum):
     LEADING = auto()
     FOLLOWING = auto()
     ALONE = auto()
-    """Without any word from etcd since the start: it acts as if it led, from an empty memory."""
+    """Without any word from etcd since the start: it answers from an empty memory, and does not lead."""
 
 
 class _Leader(msgspec.Struct):
     """The value of the leader's key."""
 
     id: str
+    """Of its memory: another one once that is forgotten."""
     url: str
     host: str
 
@@ -81,12 +85,14 @@ class Succession:
         self._clock = clock
         self._state = state
         self._key = f"{root}leader"
+        self._last_key = f"{root}last_leader"
         self._prefix = f"{root}state/"
         self._ttl_s = max(1, round(ttl_s))
         self._on_deposed = on_deposed
         self._mirror = Mirror(etcd, self._prefix, state.read)
         self._me = _Leader(secrets.token_hex(8), "", socket.gethostname())
         self._lease = 0
+        self._leads_until_s = float("-inf")
         self._silent_since_s: float | None = None
         self._losses = 0
         self._takeovers = 0
@@ -101,6 +107,16 @@ class Succession:
         return self.standing in (Standing.LEADING, Standing.ALONE)
 
     @property
+    def leads(self) -> bool:
+        """Whether no other coordinator can lead: the lease lasts, counted from when it was asked for."""
+        return self.standing is Standing.LEADING and self._clock.monotonic_s() < self._leads_until_s
+
+    @property
+    def can_store(self) -> bool:
+        """Whether it leads and etcd answers."""
+        return self.leads and self._silent_since_s is None
+
+    @property
     def detail(self) -> str:
         """How it stands, for people; empty when there is nothing to say."""
         if self.standing is Standing.STARTING:
@@ -110,6 +126,8 @@ class Succession:
             silence = f"etcd has not answered for {self._clock.monotonic_s() - self._silent_since_s:.0f} s"
         if self.standing is Standing.FOLLOWING:
             return f"follows {self.leader_url}" + (f"; {silence}" if silence else "")
+        if silence and not self.leads:
+            silence += "; another may lead, so nobody is buried and the storage takes no changes"
         return f"{silence}; going on from memory" if silence else ""
 
     async def begin(self, tasks: TaskGroup, url: str) -> None:
@@ -124,6 +142,14 @@ class Succession:
             with anyio.move_on_after(FLUSH_S):
                 await self._mirror.flushed()
 
+    async def confirmed(self) -> bool:
+        """Wait until what was done before is stored, and say whether it is, as far as that is known in time."""
+        if self.can_store:
+            with anyio.move_on_after(CONFIRM_S):
+                await self._mirror.flushed()
+                return True
+        return False
+
     async def resign(self) -> None:
         """Store what is left and give the lead up, so that another can take it at once; bounded, idempotent."""
         if self._scope is not None:
@@ -134,7 +160,7 @@ class Succession:
     def statistics(self) -> dict[str, float]:
         """The standing, and how etcd does."""
         return {
-            "leading": float(self.active),
+            "leading": float(self.leads),
             "takeovers_total": self._takeovers,
             "etcd_connected": float(self._settled.is_set() and self._silent_since_s is None),
             "etcd_losses_total": self._losses,
@@ -159,6 +185,7 @@ class Succession:
         try:
             await self._campaign()
         except DeposedError:
+            self._leads_until_s = float("-inf")
             _log.warning("the lead was lost")
         except EtcdError as error:
             if self._silent_since_s is None:
@@ -174,13 +201,14 @@ class Succession:
         if held is not None and not self._is_mine(held):
             await self._follow(held)
             return
+        asked_s = self._clock.monotonic_s()
         lease = await self._etcd.grant(self._ttl_s)
         guard = Guard(self._key, 0 if held is None else held.mod_revision)
         revision = await self._etcd.commit(guard, {self._key: msgspec.json.encode(self._me)}, lease=lease)
         if revision is None:
             await self._etcd.revoke(lease)  # another one was faster
             return
-        self._lease = lease
+        self._lease, self._leads_until_s = lease, asked_s + self._ttl_s
         await self._lead(Guard(self._key, revision))
 
     def _is_mine(self, held: KeyValue) -> bool:
@@ -196,14 +224,22 @@ class Succession:
             self._stand(Standing.FOLLOWING)
             _log.info("another coordinator leads", url=self.leader_url)
             if was_active:
+                self._me.id = secrets.token_hex(8)
                 self._state.forget_all(secrets.token_hex(8))
                 self._on_deposed()
-        await self._etcd.wait_change(self._key, held.mod_revision, self._ttl_s)
+        await self._etcd.wait_change(self._key, held.read_revision, self._ttl_s)
 
     async def _lead(self, guard: Guard) -> None:
         # Whoever led before can write nothing more: what is read is the last word.
+        last = await self._etcd.get(self._last_key)
         stored = await self._etcd.get_prefix(self._prefix)
-        restored = self._state.restore(stored)
+        restored = Restored(0, 0, 0)
+        me = self._me.id.encode()
+        if last is None or last.value != me:
+            if await self._etcd.commit(guard, {self._last_key: me}) is None:
+                raise DeposedError
+            restored = self._state.restore(stored)
+        # Else nobody has led since this memory did, and it knows better than what it has managed to store.
         self._mirror.begin(stored, self._state.keys())
         self._answered()
         if self.standing is not Standing.LEADING:
@@ -221,16 +257,22 @@ class Succession:
                     tasks.cancel_scope.cancel()
 
             tasks.start_soon(until_failure, self._mirror.run(guard))
-            tasks.start_soon(until_failure, self._keep_alive())
+            tasks.start_soon(until_failure, self._keep_alive(guard))
         raise failures[0]
 
-    async def _keep_alive(self) -> None:
+    async def _keep_alive(self, guard: Guard) -> None:
         while True:
             await self._clock.sleep(self._ttl_s / KEEP_ALIVES_PER_LEASE)
+            asked_s = self._clock.monotonic_s()
             if not await self._etcd.keep_alive(self._lease):
                 raise DeposedError
+            held = await self._etcd.get(self._key)
+            if held is None or held.mod_revision != guard.mod_revision:
+                raise DeposedError  # somebody has removed or taken the key, whatever became of the lease
+            self._leads_until_s = asked_s + self._ttl_s
 
     async def _give_up_lease(self) -> None:
+        self._leads_until_s = float("-inf")
         if self._lease:
             try:
                 await self._etcd.revoke(self._lease)

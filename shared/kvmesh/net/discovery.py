@@ -22,6 +22,7 @@ from kvmesh.net.discovery_view import MemberCallback, Membership, MemberView
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.members import (
     Heartbeat,
+    HeartbeatReply,
     Life,
     Load,
     Member,
@@ -177,49 +178,54 @@ class CoordinatorClient:
         backoff = Backoff()
         while True:
             incarnation = self._view.incarnation
-            timeout_s = WATCH_S
+            timeout_s, url = WATCH_S, self._link.url
             if (expiry_s := self._view.next_expiry_s) is not None:
                 timeout_s = min(WATCH_S, max(0.0, expiry_s - self._clock.monotonic_s()))
             try:
                 reply = await self._http.call(
                     "GET",
-                    f"{self._link.url}/members/watch?incarnation={incarnation}"
+                    f"{url}/members/watch?incarnation={incarnation}"
                     f"&revision={self._view.revision}&timeout_s={timeout_s:.3f}",
                     WatchReply,
                     timeout_s=timeout_s + EXCHANGE_TIMEOUT_S,
                 )
             except (PeerUnreachableError, ApiError, msgspec.DecodeError) as error:
-                self._link.failed(error)
+                self._link.failed(error, url)
                 await self._clock.sleep(backoff.next_s())
                 continue
             self._link.succeeded()
-            backoff.reset()
             now_s = self._clock.monotonic_s()
             self._view.apply(reply, now_s)
             self._view.expire(now_s)
             await self._tell_later_lives()
             if incarnation and reply.incarnation != incarnation and self._announcement is not None:
                 self._announcement.hurry.set()  # it does not know us yet
+            if not reply.leads and self._link.try_next(url):
+                await self._clock.sleep(backoff.next_s())
+            else:
+                backoff.reset()
 
     async def _tell_later_lives(self) -> None:
         """A coordinator that lost its memory, or has an old one, learns which lives are over."""
         for instance_id, epoch in self._view.take_outdated().items():
-            url = f"{self._link.url}/members/{quote(instance_id, safe='')}/met"
+            url = self._link.url
             try:
-                await self._http.call("POST", url, dict, body=Life(epoch=epoch))
+                path = f"/members/{quote(instance_id, safe='')}/met"
+                await self._http.call("POST", url + path, dict, body=Life(epoch=epoch))
             except (PeerUnreachableError, ApiError, msgspec.DecodeError) as error:
                 # It lists that life again after its next change, or its own end, and is told again.
-                self._link.failed(error)
+                self._link.failed(error, url)
                 return
 
     async def _stay_registered(self, announcement: _Announcement) -> None:
         backoff = Backoff()
         while True:
+            url = self._link.url
             try:
                 if announcement.registered:
-                    await self._heartbeat(announcement)
+                    leads = await self._heartbeat(announcement)
                 else:
-                    await self._register(announcement)
+                    leads = await self._register(announcement)
             except ApiError as error:
                 if error.status == 404 and announcement.registered:
                     announcement.registered = False  # a restarted coordinator, or our lease ran out
@@ -229,18 +235,22 @@ class CoordinatorClient:
                     if announcement.on_fenced is not None:
                         announcement.on_fenced()
                     return
-                self._link.failed(error)
+                self._link.failed(error, url)
                 wait_s = backoff.next_s()
             except (PeerUnreachableError, msgspec.DecodeError) as error:
-                self._link.failed(error)
+                self._link.failed(error, url)
                 wait_s = backoff.next_s()
             else:
                 self._link.succeeded()
-                backoff = Backoff(most_s=min(MAX_RETRY_S, announcement.interval_s))
-                wait_s = announcement.interval_s
+                if not leads and self._link.try_next(url):
+                    wait_s = min(backoff.next_s(), announcement.interval_s)
+                else:
+                    backoff = Backoff(most_s=min(MAX_RETRY_S, announcement.interval_s))
+                    wait_s = announcement.interval_s
             await self._sleep_unless(announcement, wait_s)
 
-    async def _register(self, announcement: _Announcement) -> None:
+    async def _register(self, announcement: _Announcement) -> bool:
+        """Register; whether it was with a coordinator that leads."""
         member = msgspec.structs.replace(announcement.member, load=announcement.load())
         reply = await self._http.call(
             "POST", f"{self._link.url}/members", RegistrationReply, body=Registration(member=member)
@@ -251,11 +261,13 @@ class CoordinatorClient:
             announcement.member = msgspec.structs.replace(announcement.member, epoch=reply.epoch)
             if announcement.on_epoch is not None:
                 announcement.on_epoch(reply.epoch)
+        return reply.leads
 
-    async def _heartbeat(self, announcement: _Announcement) -> None:
+    async def _heartbeat(self, announcement: _Announcement) -> bool:
+        """Beat; whether a coordinator that leads has heard it."""
         member = announcement.member
         body = Heartbeat(epoch=member.epoch, load=announcement.load(), draining=member.draining)
-        await self._http.call("POST", f"{self._member_url(member)}/heartbeat", dict, body=body)
+        return (await self._http.call("POST", f"{self._member_url(member)}/heartbeat", HeartbeatReply, body=body)).leads
 
     async def _farewell(self) -> None:
         announcement = self._announcement

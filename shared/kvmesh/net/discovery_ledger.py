@@ -58,10 +58,11 @@ class LedgerReporter:
         while True:
             await self._filled.wait()
             batch = [self._queue.popleft() for _ in range(min(BATCH, len(self._queue)))]
+            url = self._link.url
             try:
-                await self._http.call("POST", f"{self._link.url}/transfers", dict, body=batch)
+                await self._http.call("POST", f"{url}/transfers", dict, body=batch)
             except (PeerUnreachableError, ApiError, msgspec.DecodeError) as error:
-                self._link.failed(error)
+                self._link.failed(error, url)
                 self._put_back(batch)
                 await self._clock.sleep(backoff.next_s())
                 continue

@@ -23,7 +23,7 @@ class CoordinatorLink:
     """
 
     def __init__(self, urls: str) -> None:
-        self._urls = [url.strip().rstrip("/") for url in urls.split(",")]
+        self._urls = list(dict.fromkeys(url.strip().rstrip("/") for url in urls.split(",")))
         self.url = self._urls[0]
         self.connected = False
         self.losses = 0
@@ -36,14 +36,20 @@ class CoordinatorLink:
         self._warned = False
         self.connected = True
 
-    def failed(self, error: Exception) -> None:
-        """It did not."""
+    def failed(self, error: Exception, url: str) -> None:
+        """It did not, at ``url``."""
         if not self._warned:
-            _log.warning("coordinator does not answer; serving goes on without it", url=self.url, error=str(error))
+            _log.warning("coordinator does not answer; serving goes on without it", url=url, error=str(error))
             self.losses += 1
         self._warned = True
         self.connected = False
-        self.url = self._urls[(self._urls.index(self.url) + 1) % len(self._urls)]
+        self.try_next(url)
+
+    def try_next(self, url: str) -> bool:
+        """Ask the address after ``url`` from now on, unless that was changed already; whether there are several."""
+        if self.url == url:
+            self.url = self._urls[(self._urls.index(url) + 1) % len(self._urls)]
+        return len(self._urls) > 1
 
 
 class Backoff:

@@ -76,6 +76,8 @@ class MemberView:
     def apply(self, reply: WatchReply, now_s: float) -> None:
         """Take in a watch reply that arrived at ``now_s`` (monotonic seconds)."""
         self.incarnation, self.revision = reply.incarnation, reply.revision
+        if not reply.leads:
+            self._doubtful_until_s.clear()  # they may beat at another one; whoever leads next says anew who is missing
         if reply.reset:
             self._replace(reply, now_s)
         for event in reply.events:
@@ -105,6 +107,8 @@ class MemberView:
             self._alive(member)
         for instance_id, known in list(self._members.items()):
             if listed.get(instance_id) == known.epoch:
+                continue
+            if not reply.leads:
                 continue
             if reply.grace_s > 0:
                 self._doubtful_until_s[instance_id] = now_s + reply.grace_s

@@ -107,6 +107,8 @@ class RegistrationReply(msgspec.Struct, kw_only=True):
     lease_s: float
     revision: int
     incarnation: str = ""
+    leads: bool = True
+    """Whether no other coordinator can lead now. Else another one may, whom it is better to tell as well."""
 
 
 class Heartbeat(msgspec.Struct, kw_only=True):
@@ -115,6 +117,13 @@ class Heartbeat(msgspec.Struct, kw_only=True):
     epoch: Epoch
     load: Load
     draining: bool = False
+
+
+class HeartbeatReply(msgspec.Struct, kw_only=True):
+    """Answer to a heartbeat."""
+
+    leads: bool = True
+    """As in a :class:`RegistrationReply`."""
 
 
 class Life(msgspec.Struct, kw_only=True):
@@ -156,3 +165,5 @@ class WatchReply(msgspec.Struct, kw_only=True):
     """Names one life of the coordinator; revisions of different incarnations cannot be compared."""
     grace_s: float = 0.0
     """Seconds until every live member must have registered with this incarnation."""
+    leads: bool = True
+    """Whether no other coordinator can lead now. Else nobody is to be given up for not being listed."""

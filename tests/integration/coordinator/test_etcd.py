@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 import structlog
 from etcd_server import EtcdServer, etcd_binary, why_no_etcd
@@ -21,7 +22,7 @@ from kvmesh.net.client import HttpClient
 from kvmesh.net.clock import SystemClock
 from kvmesh.net.service import serving
 from kvmesh.protocol.errors import ApiError
-from kvmesh.protocol.members import Heartbeat, Load, Member, MemberList, Registration, RegistrationReply
+from kvmesh.protocol.members import Heartbeat, HeartbeatReply, Load, Member, MemberList, Registration, RegistrationReply
 from kvmesh.protocol.transfer import LedgerEvent, TransferList
 
 pytestmark = pytest.mark.skipif(etcd_binary() is None, reason=why_no_etcd())
@@ -204,9 +205,10 @@ async def test_without_etcd_it_goes_on_from_memory_and_writes_back(coordinator, 
         with structlog.testing.capture_logs() as logs:
             etcd.kill()
             await until(lambda: not service.statistics()["etcd_connected"])
+            of_another = msgspec.structs.replace(event(1, num_pages=4), instance_id="context-1")
             with anyio.fail_after(2.0):
                 await register(http, url, member("context-1"))
-                await http.call("POST", f"{url}/transfers", dict, body=[event(1, num_pages=4)])
+                await http.call("POST", f"{url}/transfers", dict, body=[of_another])
                 await http.call("DELETE", f"{url}/members/context-0?epoch=5", dict)
             assert await epochs(http, url) == {"context-1": 5}
             health = await http.call("GET", f"{url}/health", dict)
@@ -272,7 +274,7 @@ async def test_one_that_was_replaced_while_it_stood_still_writes_nothing_and_fol
             await register(http, second, member("context-0", 9))
             await register(http, first, member("context-0", 6))
             old._succession._etcd._endpoints = endpoints
-            await until(lambda: not old.statistics()["leading"])
+            await until(lambda: not old._is_active())
             assert await epochs(http, second) == {"context-0": 9}
             assert await epochs(http, first) == {"context-0": 9}, "the old one sends to the new one"
             with pytest.raises(ApiError) as refused:
@@ -349,3 +351,141 @@ async def test_the_client_speaks_etcd(etcd):
     async with EtcdClient(["http://127.0.0.1:9"], timeout_s=0.5) as client:
         with pytest.raises(EtcdError, match="does not answer"):
             await client.get("a")
+
+
+@contextmanager
+def cut_off(service: CoordinatorService) -> Iterator[None]:
+    """Etcd cannot be reached from this coordinator, which everybody else still reaches."""
+    etcd = service._succession._etcd
+    etcd._endpoints, endpoints = ["http://127.0.0.1:9"], etcd._endpoints
+    etcd._current = 0
+    try:
+        yield
+    finally:
+        etcd._endpoints = endpoints
+
+
+async def test_one_that_lost_its_lease_buries_nobody_and_says_so(coordinator, http):
+    """Cut off from etcd only: another may lead, at which its silent members beat. Everything else goes on."""
+    async with coordinator(lease_s=0.6) as (url, service):
+        for number in range(3):
+            await register(http, url, member(f"context-{number}"))
+        with cut_off(service):
+            await until(lambda: not service.statistics()["leading"])
+            beat = Heartbeat(epoch=5, load=Load())
+            told = await http.call("POST", f"{url}/members/context-0/heartbeat", HeartbeatReply, body=beat)
+            assert not told.leads
+            assert not (await register(http, url, member("context-3"))).leads
+            await http.call("POST", f"{url}/transfers", dict, body=[event(1)])
+            service._registry._heard_s = service._registry._swept_s = service._clock.monotonic_s()
+            for _ in range(10):
+                await http.call("POST", f"{url}/members/context-0/heartbeat", dict, body=beat)
+                await anyio.sleep(0.1)
+            assert (await epochs(http, url)).keys() == {f"context-{number}" for number in range(4)}
+            health = await http.call("GET", f"{url}/health", dict)
+            assert "nobody is buried" in health["detail"]
+        # Back, with the lead: all have a whole lease from now, and whoever is silent for that long is dead.
+        await until(lambda: service.statistics()["leading"])
+        assert len(await epochs(http, url)) == 4
+        with anyio.fail_after(30):
+            while (await epochs(http, url)).keys() != {"context-0"}:
+                await http.call("POST", f"{url}/members/context-0/heartbeat", dict, body=beat)
+                await anyio.sleep(0.05)
+
+
+async def test_the_storage_of_one_that_may_not_lead_takes_no_changes_and_loses_no_key(coordinator, http):
+    """What it granted, another leader could grant to somebody else; a key may have been renewed there."""
+    async with coordinator() as (first, old):
+        await http.call("POST", f"{first}/set", dict, body={"key": "held", "value": "1", "ttl": 1.5})
+        async with coordinator() as (second, new):
+            with cut_off(old):
+                await until(lambda: not old.statistics()["leading"] and new.statistics()["leading"])
+                for method, path, body in (
+                    ("POST", "set", {"key": "claim", "value": "old"}),
+                    ("DELETE", "delete?key=held", None),
+                    ("GET", "expire?key=held&ttl=60", None),
+                ):
+                    with pytest.raises(ApiError) as refused:
+                        await http.call(method, f"{first}/{path}", dict, body=body)
+                    assert (refused.value.status, refused.value.code) == (503, "not_stored")
+                await http.call("POST", f"{second}/set", dict, body={"key": "claim", "value": "new"})
+                await until(lambda: not new._store._items.get("held"))
+                assert (await http.call("GET", f"{first}/get?key=held", dict))["result"] == "1"
+            await until(lambda: not old._is_active())
+            assert (await http.call("GET", f"{first}/get?key=claim", dict))["result"] == "new"
+
+
+async def test_members_of_a_coordinator_that_lost_its_lease_move_to_the_one_that_leads(coordinator, client):
+    """Nobody is buried by either of the two, though each member began at another one."""
+    async with coordinator(lease_s=2.0) as (first, old), coordinator(lease_s=2.0) as (second, new):
+        heard: list[str] = []
+        async with client(f"{first},{second}") as one, client(f"{second},{first}") as other:
+            one.announce(member("context-0"))
+            other.announce(member("context-1"))
+            one.subscribe(lambda event: heard.append(event.kind))
+            await until(lambda: old.statistics()["members"] == 2 and len(one.members()) == 2)
+            with cut_off(old):
+                await until(lambda: new.statistics()["leading"] and one._link.url == second == other._link.url)
+                await anyio.sleep(2.5)  # more than a lease
+                assert new.statistics()["members"] == 2
+                assert [member.epoch for member in one.members()] == [5, 5]
+        assert "dead" not in heard
+
+
+@pytest.mark.parametrize("how", ["one answer is lost", "etcd is away"])
+async def test_what_was_deleted_meanwhile_does_not_come_back(coordinator, http, etcd, how, monkeypatch):
+    """Nobody else has led: what etcd still holds is what this one could not write."""
+    async with coordinator() as (url, service):
+        succession = service._succession
+        await http.call("POST", f"{url}/set", dict, body={"key": "k", "value": "v"})
+        await register(http, url, member())
+        await http.call("POST", f"{url}/transfers", dict, body=[event(1)])
+        if how == "etcd is away":
+            etcd.kill()
+        else:
+            commit = succession._etcd.commit
+
+            async def fail_once(*_arguments: Any, **_options: Any) -> None:
+                succession._etcd.commit = commit
+                raise EtcdError("one lost answer")
+
+            succession._etcd.commit = fail_once
+        service._ledger.record([event(1, "completed")])
+        service._ledger._finished.clear()  # and it is forgotten for want of room
+        assert await service._store.delete("k")
+        await until(lambda: succession.statistics()["etcd_losses_total"] == 1)
+        if how == "etcd is away":
+            etcd.start()
+        await until(lambda: service.statistics()["etcd_connected"] and not service.statistics()["etcd_pending"])
+        assert await service._store.get("k") is None
+        assert service.statistics()["ledger_open"] == 0
+        await crash(service)
+    async with coordinator() as (url, service):
+        await until(lambda: service.statistics()["leading"])
+        assert service.statistics()["storage_keys"] == 0
+        assert await open_transfers(http, url) == {}
+
+
+async def test_a_follower_does_not_mind_that_etcd_compacts(coordinator, http, etcd):
+    async with coordinator() as (first, leader), coordinator() as (_, follower):
+        for number in range(5):
+            await register(http, first, member(f"context-{number}"))
+        async with EtcdClient([etcd.url]) as client:
+            held = await client.get(leader._succession._key)
+            await client._call("/v3/kv/compaction", {"revision": held.read_revision}, dict)
+            assert await client.wait_change(leader._succession._key, held.mod_revision, timeout_s=5.0), "read it again"
+            again = await client.get(leader._succession._key)
+            assert not await client.wait_change(leader._succession._key, again.read_revision, timeout_s=0.5)
+        await crash(leader)
+        await until(lambda: follower.statistics()["leading"])
+        assert follower.statistics()["etcd_losses_total"] == 0
+
+
+async def test_one_whose_key_is_gone_does_not_go_on_leading(coordinator, etcd):
+    """Its lease may live: what counts is the key, which another coordinator can take."""
+    async with coordinator() as (_, old), coordinator() as (_, new), EtcdClient([etcd.url]) as client:
+        key = old._succession._key
+        held = await client.get(key)
+        assert await client.commit(Guard(key, held.mod_revision), {}, [key])
+        await until(lambda: old._is_active() + new._is_active() == 1 and new.statistics()["takeovers_total"] == 1)
+        assert not old.statistics()["leading"]
