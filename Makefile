@@ -15,6 +15,7 @@ TORCH_INDEX ?=
 EXTRAS ?=
 ARGS ?=
 BENCH ?= *
+STORM ?= 2000,4
 
 BIN := $(VENV)/bin
 COMMA := ,
@@ -44,6 +45,7 @@ help: ## Show this help
 	@echo "  EXTRAS      optional transfer libraries to install, too: EXTRAS=ucx,mooncake,mpi (see"
 	@echo "              docs/transfer-backends.md)"
 	@echo "  ARGS        arguments for 'kvmesh up', pytest or a benchmark: make up ARGS='--generation 2'"
+	@echo "  STORM       streams and rounds of cancel-storm (now: $(STORM))"
 	@echo "  BENCH       one benchmark of benchmarks/ instead of all: make bench BENCH=engine"
 
 up: $(ENGINE) ## Set up and start a mesh in the foreground; Ctrl-C stops it
@@ -64,8 +66,8 @@ soak-modes: $(DEV) ## Run every mode of the KV cache on every architecture inste
 fault-matrix: $(DEV) ## Hurt every process at every point of a transfer; goes on where it stopped (docs/faults.md)
 	@$(BIN)/python tests/faults/matrix.py $(ARGS)
 
-cancel-storm: $(DEV) ## Cancel 2000 streams in mid-transfer, four times, over each default backend
-	@KVMESH_STORM=2000,4 $(BIN)/python -m pytest -s tests/e2e/test_cancel_storm.py $(ARGS)
+cancel-storm: $(DEV) ## Cancel 2000 streams in mid-transfer, four times, over DEFAULT and NIXL
+	@KVMESH_STORM=$(STORM) $(BIN)/python -m pytest -s tests/e2e/test_cancel_storm.py $(ARGS)
 
 lint: $(DEV) ## Check style and types
 	@$(BIN)/ruff check .

@@ -24,6 +24,8 @@ from kvmesh.models.store import DEFAULT_MODEL
 STREAMS, ROUNDS = map(int, os.environ.get("KVMESH_STORM", "60,2").split(","))
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300 + 2 * STREAMS * ROUNDS)]
 
+ENOUGH = 100
+"""Streams in all from which on it is no luck how many leave while pages move."""
 AT_A_TIME = 12
 PROMPT_TOKENS = (5, 40, 100)
 PROBES = 5
@@ -138,9 +140,10 @@ async def test_cancel_storm(make_brief_mesh: Callable[..., Mesh], backend: str) 
         assert served_s < 2 * idle_s
     cancelled = totals(mesh, "transfers_cancelled_total")
     print(f"{cancelled} of {totals(mesh, 'transfers_started_total')} transfers were cancelled")
-    assert storm.left["before"] > STREAMS * ROUNDS // 3
-    # Both sides count.
-    assert cancelled >= STREAMS * ROUNDS // 3, "not enough of them left while pages moved"
+    if STREAMS * ROUNDS >= ENOUGH:
+        assert storm.left["before"] > STREAMS * ROUNDS // 3
+        # Both sides count.
+        assert cancelled >= STREAMS * ROUNDS // 3, "not enough of them left while pages moved"
     assert totals(mesh, "transfers_timed_out_total") == 0
     grown = {pid: after - marks[0][pid] for pid, after in marks[-1].items() if after - marks[0][pid] > FLAT_MIB}
     assert not grown, f"MiB by process: {grown}"

@@ -1,7 +1,8 @@
-"""Runs the fault matrix and writes its table: ``python tests/faults/matrix.py`` (``make fault-matrix``).
+"""Runs the fault matrix: ``python tests/faults/matrix.py`` (``make fault-matrix``).
 
-Each plane runs in meshes of its own, several at a time. Results go to a file as they come; what has passed is not run
-again, so an interrupted run goes on where it was. Nothing is retried.
+A run of all cases writes the table in docs/faults.md. Each plane runs in meshes of its own, several at a time. Results
+go to a file as they come; what has passed is not run again, so an interrupted run goes on where it was. Nothing is
+retried.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="run also what has passed already")
     parser.add_argument("--parallel", type=int, default=3, help="meshes at a time")
     parser.add_argument("--results", type=Path, default=DIRECTORY / "results.json")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases, of those of --only if given")
+    parser.add_argument("--table", action="store_true", help="write the table also after --only")
     parser.add_argument("--table-only", action="store_true", help="write the table of the results that are there")
     parser.add_argument("--mesh", nargs=2, metavar=("PLANE", "LEASE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -56,10 +59,18 @@ def main() -> int:
         signal.signal(number, _leave)
     if options.mesh is not None:
         return _run_mesh(*options.mesh, names=set(json.load(sys.stdin)))
+    names = [case.name for plane in PLANES for case in cases_of(plane, network=True) if _is_named(case, options)]
+    for text in options.only:
+        if not any(text in name for name in names):
+            parser.error(f"no case has {text!r} in its name; --list prints them")
+    if options.list:
+        print(*names, sep="\n")
+        return 0
     results = Results(options.results)
     if not options.table_only:
         _run_all(results, options)
-    write_table(results.outcomes)
+    if options.table_only or options.table or not options.only:
+        write_table(results.outcomes)
     failed = [name for name, outcome in results.outcomes.items() if outcome["problems"]]
     print(f"{len(results.outcomes) - len(failed)} cases passed, {len(failed)} failed", *failed, sep="\n  ")
     return 1 if failed else 0
@@ -122,9 +133,13 @@ def _missing_library(plane: str) -> str | None:
     return why_not(plane.removeprefix("cpp ")) if plane.startswith("cpp ") else None
 
 
+def _is_named(case: Case, options: argparse.Namespace) -> bool:
+    return not options.only or any(text in case.name for text in options.only)
+
+
 def _is_wanted(case: Case, results: Results, options: argparse.Namespace) -> bool:
     known = results.outcomes.get(case.name)
-    if options.only and not any(text in case.name for text in options.only):
+    if not _is_named(case, options):
         return False
     return options.again or known is None or bool(known["problems"])
 

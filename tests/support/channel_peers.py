@@ -53,7 +53,7 @@ def why_not(backend: str) -> str | None:
 
     library, extra = _LIBRARIES.get(backend, ("kvmesh", ""))
     if importlib.util.find_spec(library) is None:
-        return f"needs pip install 'kvmesh[{extra}]'"
+        return f"needs make venv EXTRAS={extra}"
     for name in _SYSTEM_LIBRARIES.get(backend, ()):
         try:
             ctypes.CDLL(name)

@@ -111,7 +111,7 @@ def resolve(config: CacheTransceiverConfig, environment: Mapping[str, str], fact
         library = LIBRARIES[backend]
         raise TransceiverConfigError(
             f"cache_transceiver_config.backend resolves to {backend}, which needs {library.name}; "
-            f"run `pip install 'kvmesh[{library.extra}]'`"
+            f"run `make venv EXTRAS={library.extra}`"
             + ("" if facts.pool_device == "cuda" else ", or set backend: DEFAULT")
         )
     return Resolved(backend, runtime, backend_warnings + runtime_warnings)
@@ -168,7 +168,9 @@ def resolve_runtime(
         obstacle = _python_obstacle(config, backend)
         if facts.model_runtime is None and obstacle is not None:
             runtime = "CPP"
-            warnings.append(f"transceiver_runtime: auto falls back to CPP: {obstacle}")
+            # For the other backends that is the rule, and what the server says of its transceiver shows it.
+            if backend in PYTHON_BACKENDS:
+                warnings.append(f"transceiver_runtime: auto falls back to CPP: {obstacle}")
     elif configured is None and config.enable_pipelined_transfer and backend in PYTHON_BACKENDS:
         runtime = "PYTHON"
         warnings.append("enable_pipelined_transfer selects transceiver_runtime: PYTHON")
@@ -178,7 +180,8 @@ def resolve_runtime(
     if config.enable_pipelined_transfer and (blockers := _pipelining_blockers(config, facts, backend, runtime)):
         raise TransceiverConfigError("enable_pipelined_transfer cannot be used: " + "; ".join(blockers))
     if runtime == "PYTHON" and (obstacle := _python_obstacle(config, backend)) is not None:
-        raise TransceiverConfigError(obstacle)
+        remedy = "" if backend not in PYTHON_BACKENDS else "set one, or "
+        raise TransceiverConfigError(f"{obstacle}; {remedy}set transceiver_runtime to auto or CPP")
     if runtime == "PYTHON" and facts.cp_size != 1:
         raise TransceiverConfigError(f"the Python transceiver needs cp_size == 1, got {facts.cp_size}")
     if runtime == "PYTHON" and config.kv_cache_bounce_size_mb and facts.pool_device == "cuda":
@@ -231,7 +234,8 @@ def _pipelining_blockers(
         named = "unset" if config.transceiver_runtime is None else config.transceiver_runtime
         blockers.append(f"transceiver_runtime must be PYTHON, not {named}")
     if backend != "NIXL":
-        blockers.append(f"the backend must be NIXL, not {backend}")
+        chosen = "DEFAULT, which is the built-in plane here" if backend == "BUILTIN" else backend
+        blockers.append(f"the backend must be NIXL, not {chosen}")
     if not facts.enable_chunked_prefill:
         blockers.append("enable_chunked_prefill is required")
     if config.kv_cache_bounce_size_mb:

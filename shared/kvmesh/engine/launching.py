@@ -72,6 +72,6 @@ def find_mpiexec() -> Path:
     if not path.exists():
         raise FileNotFoundError(
             f"cache_transceiver_config.backend MPI starts engines with MPICH's mpiexec, and {path} is not there: "
-            "pip install 'kvmesh[mpi]'"
+            "make venv EXTRAS=mpi"
         )
     return path

@@ -91,6 +91,8 @@ def create_transceiver(
     log = get_logger("transceiver")
     for warning in resolved.warnings:
         log.warning(warning)
+    if plane != "auto" and resolved.backend != "BUILTIN":
+        log.warning(f"transfer_plane has no effect with backend {resolved.backend}")
     sizes = [pool.page_bytes for pool in layout.pools]
     if [pool.page_bytes for pool in pools] not in (sizes, 2 * sizes):
         raise TransceiverConfigError("the pools' page sizes are not those of the layout")

@@ -97,7 +97,8 @@ class OpenTransfers:
         age_s = max(0, now_unix_ms - oldest.since_unix_ms) / 1e3
         pages = sum(transfer.pages for transfer in self._open.values())
         tokens = sum(transfer.tokens for transfer in self._open.values())
+        prompts, are = ("1 prompt", "is") if len(self._open) == 1 else (f"{len(self._open)} prompts", "are")
         return (
-            f"waits until {len(self._open)} prompts ({tokens} tokens, {pages} pages asked for) are read: {by}; "
+            f"waits until {prompts} ({tokens} tokens, {pages} pages asked for) {are} read: {by}; "
             f"oldest {oldest.transfer_id}, {age_s:.1f} s"
         )

@@ -87,16 +87,17 @@ def test_runtime(settings: CacheTransceiverConfig, facts: ServerFacts, runtime: 
 
 
 def test_a_fall_back_is_only_logged() -> None:
-    (warning,) = decide(config("UCX")).warnings
+    (warning,) = decide(config("NIXL", kv_transfer_timeout_ms=None)).warnings
     assert "auto falls back to CPP" in warning
-    assert "NIXL" in warning
+    assert "kv_transfer_timeout_ms" in warning
+    assert decide(config("UCX")).warnings == (), "it has no other runtime"
 
 
 @pytest.mark.parametrize(
     ("settings", "facts", "environment", "message"),
     [
-        (config("UCX", "PYTHON"), CUDA, {}, "only supports NIXL and the built-in plane, not UCX"),
-        (config("NIXL", "PYTHON", kv_transfer_timeout_ms=None), CUDA, {}, "requires a finite kv_transfer_timeout_ms"),
+        (config("UCX", "PYTHON"), CUDA, {}, "only supports NIXL and the built-in plane, not UCX; set"),
+        (config("NIXL", "PYTHON", kv_transfer_timeout_ms=None), CUDA, {}, "finite kv_transfer_timeout_ms; set one, or"),
         (config("NIXL", "PYTHON"), ServerFacts(cp_size=2), {}, "cp_size == 1, got 2"),
         (config("NIXL", "CPP"), ServerFacts(mamba_manager="v2_hybrid"), {}, "v2_hybrid Mamba"),
         (config("NIXL", "CPP"), ServerFacts(mamba_manager="mixed"), {}, "mixed Mamba"),
@@ -141,7 +142,7 @@ def test_a_missing_library_names_the_extra_and_nothing_takes_its_place() -> None
         (config("MOONCAKE"), "cpu", "mooncake"),
         (config("MPI"), "cpu", "mpi"),
     ]:
-        with pytest.raises(TransceiverConfigError, match=rf"pip install 'kvmesh\[{extra}\]'"):
+        with pytest.raises(TransceiverConfigError, match=rf"make venv EXTRAS={extra}"):
             decide(settings, ServerFacts(pool_device=device, installed=nothing))  # type: ignore[arg-type]
     assert decide(config(), ServerFacts(pool_device="cpu", installed=nothing)).backend == "BUILTIN"  # type: ignore[arg-type]
 
@@ -175,7 +176,13 @@ def test_pipelined_transfer_selects_python() -> None:
         ("NIXL", "auto", {}, {"reuse_policy": "per_conversation"}, "all_reusable, not per_conversation"),
         ("NIXL", "auto", {}, {"reuse_policy": "per_request"}, "all_reusable, not per_request"),
         ("NIXL", "auto", {}, {"cp_size": 2}, "cp_size must be 1, not 2"),
-        ("DEFAULT", None, {}, {"pool_device": "cpu"}, "the backend must be NIXL, not BUILTIN"),
+        (
+            "DEFAULT",
+            None,
+            {},
+            {"pool_device": "cpu"},
+            "the backend must be NIXL, not DEFAULT, which is the built-in",
+        ),
         ("NIXL", "auto", {}, {"pp_size": 2}, "pipeline_parallel_size must be 1, not 2"),
     ],
 )

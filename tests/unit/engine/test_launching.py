@@ -18,7 +18,7 @@ from kvmesh.config.cache_transceiver import CacheTransceiverConfig
 from kvmesh.engine import launching
 from kvmesh.engine.launching import MPIEXEC_OPTIONS, Launch, find_mpiexec, plan_launch
 
-needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs pip install 'kvmesh[mpi]'")
+needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs make venv EXTRAS=mpi")
 
 FRONT = """
 import os, subprocess, sys, time
@@ -66,7 +66,7 @@ def test_an_engine_is_python_alone_unless_transfers_go_over_mpi(monkeypatch: pyt
 
 def test_a_missing_mpiexec_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    with pytest.raises(FileNotFoundError, match=r"pip install 'kvmesh\[mpi\]'"):
+    with pytest.raises(FileNotFoundError, match=r"make venv EXTRAS=mpi"):
         find_mpiexec()
 
 

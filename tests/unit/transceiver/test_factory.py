@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import structlog
 
 from kvmesh.cache.device import CpuDevice
 from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
@@ -47,6 +48,18 @@ def test_no_backend_means_no_transceiver(memory: PoolMemory) -> None:
 
 
 @pytest.mark.parametrize(
+    ("backend", "plane", "warned"), [("NIXL", "memfd", 1), ("NIXL", "auto", 0), ("DEFAULT", "memfd", 0)]
+)
+def test_a_way_of_the_built_in_plane_has_no_effect_elsewhere(
+    memory: PoolMemory, backend: str, plane: str, warned: int
+) -> None:
+    with structlog.testing.capture_logs() as logs:
+        create(memory, backend, plane=plane).shutdown()
+    told = [entry["event"] for entry in logs if entry["log_level"] == "warning"]
+    assert told == ["transfer_plane has no effect with backend NIXL"] * warned
+
+
+@pytest.mark.parametrize(
     ("backend", "runtime", "name"),
     [
         ("DEFAULT", "auto", "BUILTIN"),
@@ -81,7 +94,7 @@ def test_the_transceiver_says_what_it_is_and_closes_twice(
     [
         ("DEFAULT", {"transceiver_runtime": "CPP", "max_tokens_in_buffer": 3}, {}, "is 3, less than the 8 tokens"),
         ("DEFAULT", {}, {"cluster_secret": b""}, "cluster secret"),
-        ("NIXL", {}, {"facts": ServerFacts(installed=frozenset({"BUILTIN"}))}, r"kvmesh\[engine\]"),
+        ("NIXL", {}, {"facts": ServerFacts(installed=frozenset({"BUILTIN"}))}, "EXTRAS=engine"),
         ("DEFAULT", {}, {"layout": PageLayout.build(
             CacheRequirements((LayerCacheSpec(layer_index=0, num_kv_heads=2, head_dim=64, dtype="float32"),)), 8
         )}, "not those of the layout"),

@@ -94,7 +94,7 @@ def test_what_no_model_makes_possible(fields: dict[str, Any], says: str) -> None
 
 def test_a_backend_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer_facts, "installed_backends", lambda: frozenset({"BUILTIN"}))
-    with pytest.raises(ConfigError, match=r"needs NIXL; run `pip install"):
+    with pytest.raises(ConfigError, match=r"needs NIXL; run `make venv EXTRAS=engine`"):
         check_settings(settings(cache_transceiver_config=CacheTransceiverConfig(backend="NIXL")))
 
 

@@ -100,7 +100,7 @@ def _check(args: argparse.Namespace) -> None:
         if not least <= value <= most:
             raise UserError(f"{name} must be between {least:g} and {most:g}, not {value:g}")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise UserError("--plot needs matplotlib; in a clone: .venv/bin/pip install -e '.[bench]'")
+        raise UserError("--plot needs matplotlib; run `make venv EXTRAS=bench`")
 
 
 def _load(args: argparse.Namespace, vocabulary: list[int]) -> Load:

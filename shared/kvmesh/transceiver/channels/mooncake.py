@@ -292,7 +292,7 @@ def _load() -> ModuleType:
     except ModuleNotFoundError as error:
         raise PlaneError(
             "cache_transceiver_config.backend MOONCAKE needs Mooncake's transfer engine: "
-            f"pip install 'kvmesh[mooncake]' ({error})"
+            f"make venv EXTRAS=mooncake ({error})"
         ) from error
     except ImportError as error:
         raise PlaneError(

@@ -57,8 +57,7 @@ def load_mpi(bind_host: str) -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise PlaneError(
-            "cache_transceiver_config.backend MPI needs mpi4py and MPICH: "
-            f"pip install 'kvmesh[mpi]' ({str(error).strip()})"
+            f"cache_transceiver_config.backend MPI needs mpi4py and MPICH: make venv EXTRAS=mpi ({str(error).strip()})"
         ) from error
     try:
         if MPI.Is_initialized():
@@ -72,7 +71,7 @@ def load_mpi(bind_host: str) -> Any:
     finally:
         _remove_segments()
     if "MPICH" not in MPI.Get_library_version():
-        raise PlaneError("the MPI backend is built for MPICH: pip install 'kvmesh[mpi]' without another MPI")
+        raise PlaneError("the MPI backend is built for MPICH: make venv EXTRAS=mpi without another MPI")
     if provided < MPI.THREAD_SERIALIZED or largest_tag < TAG_MASK:
         raise PlaneError("this MPICH has no serialised threads, or its tags are too small")
     return MPI

@@ -71,7 +71,7 @@ class UcxChannel:
             from ucxx._lib.arr import Array
         except ImportError as error:
             raise PlaneError(
-                f"cache_transceiver_config.backend UCX needs ucxx: pip install 'kvmesh[ucx]' ({error})"
+                f"cache_transceiver_config.backend UCX needs ucxx: make venv EXTRAS=ucx ({error})"
             ) from error
         self._ucxx = libucxx
         self._array = Array

@@ -35,7 +35,7 @@ def load_nixl(bind_host: str) -> ModuleType:
             return importlib.import_module(name)
         except ModuleNotFoundError:
             continue
-    raise PlaneError("NIXL is not installed; run `pip install 'kvmesh[engine]'`")
+    raise PlaneError("NIXL is not installed; run `make venv EXTRAS=engine`")
 
 
 def nixl_errors(module: ModuleType) -> tuple[type[Exception], ...]:
