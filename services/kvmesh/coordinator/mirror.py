@@ -13,6 +13,8 @@ __all__ = ["DeposedError", "Mirror"]
 
 MAX_CHANGES = 100
 """Changes in one transaction; etcd allows 128 unless told otherwise."""
+MAX_LOOKS = 500
+"""Keys that are compared at a time: nobody is heard meanwhile."""
 MAX_BYTES = 256 * 1024
 """Of one transaction, but for its last value; etcd allows 1.5 MiB."""
 MAX_VALUE_BYTES = 384 * 1024
@@ -114,7 +116,7 @@ class Mirror:
         nbytes = 0
         taken: list[str] = []
         for key in self._dirty:
-            if len(puts) + len(deletes) >= MAX_CHANGES or nbytes >= MAX_BYTES:
+            if len(puts) + len(deletes) >= MAX_CHANGES or nbytes >= MAX_BYTES or len(taken) >= MAX_LOOKS:
                 break
             taken.append(key)
             value = self._read(key)

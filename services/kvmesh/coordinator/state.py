@@ -6,7 +6,7 @@ could hear nobody before, and gives every member a whole lease.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -20,6 +20,9 @@ from kvmesh.protocol.transfer import TransferRecord
 from kvmesh.telemetry import get_logger
 
 __all__ = ["CoordinatorState", "Restored"]
+
+SLICE_KEYS = 200
+"""Keys that are restored without a break."""
 
 _NO_PAST = Past()
 _log = get_logger("coordinator.state")
@@ -84,7 +87,17 @@ class CoordinatorState:
         return None if value is None else msgspec.json.encode(value)
 
     def restore(self, stored: Mapping[str, bytes]) -> Restored:
-        """Take in what an earlier coordinator has stored.
+        """:meth:`restoring` at one go."""
+        slices = self.restoring(stored)
+        while True:
+            try:
+                next(slices)
+            except StopIteration as end:
+                restored: Restored = end.value
+                return restored
+
+    def restoring(self, stored: Mapping[str, bytes]) -> Generator[None, None, Restored]:
+        """Take in what an earlier coordinator has stored, in slices of some milliseconds.
 
         Of a member the later life counts, and what is over stays over. What this ledger has heard itself counts more.
         The storage becomes what is stored: whoever led last has decided who holds which key.
@@ -92,7 +105,9 @@ class CoordinatorState:
         storage: dict[str, StoredItem] = {}
         counts = {"members": 0, "epochs": 0, "transfers": 0}
         # What is over first, so that nothing comes back that has ended.
-        for key in sorted(stored, key=lambda key: not key.startswith("epochs/")):
+        for number, key in enumerate(sorted(stored, key=lambda key: not key.startswith("epochs/")), start=1):
+            if number % SLICE_KEYS == 0:
+                yield
             kind, _, name = key.partition("/")
             try:
                 if kind == "storage":

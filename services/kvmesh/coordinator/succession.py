@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from enum import Enum, auto
 
 import anyio
+import anyio.lowlevel
 import msgspec
 from anyio.abc import TaskGroup
 
@@ -220,32 +221,14 @@ class Succession:
         self._answered()
         self.leader_url = _leader(held).url
         if self.standing is not Standing.FOLLOWING:
-            was_active = self.active
             self._stand(Standing.FOLLOWING)
             _log.info("another coordinator leads", url=self.leader_url)
-            if was_active:
-                self._me.id = secrets.token_hex(8)
-                self._state.forget_all(secrets.token_hex(8))
-                self._on_deposed()
+            self._me.id = secrets.token_hex(8)
+            self._state.forget_all(secrets.token_hex(8))
+            self._on_deposed()
         await self._etcd.wait_change(self._key, held.read_revision, self._ttl_s)
 
     async def _lead(self, guard: Guard) -> None:
-        # Whoever led before can write nothing more: what is read is the last word.
-        last = await self._etcd.get(self._last_key)
-        stored = await self._etcd.get_prefix(self._prefix)
-        restored = Restored(0, 0, 0)
-        me = self._me.id.encode()
-        if last is None or last.value != me:
-            if await self._etcd.commit(guard, {self._last_key: me}) is None:
-                raise DeposedError
-            restored = self._state.restore(stored)
-        # Else nobody has led since this memory did, and it knows better than what it has managed to store.
-        self._mirror.begin(stored, self._state.keys())
-        self._answered()
-        if self.standing is not Standing.LEADING:
-            self._takeovers += 1
-            self._stand(Standing.LEADING)
-            _log.info("leads; what was stored is restored", **restored._asdict())
         failures: list[Exception] = []
         async with anyio.create_task_group() as tasks:
 
@@ -256,9 +239,40 @@ class Succession:
                     failures.append(error)
                     tasks.cancel_scope.cancel()
 
-            tasks.start_soon(until_failure, self._mirror.run(guard))
+            tasks.start_soon(until_failure, self._reign(guard))
             tasks.start_soon(until_failure, self._keep_alive(guard))
         raise failures[0]
+
+    async def _reign(self, guard: Guard) -> None:
+        # Whoever led before can write nothing more: what is read is the last word.
+        last = await self._etcd.get(self._last_key)
+        stored = await self._etcd.get_prefix(self._prefix)
+        restored = Restored(0, 0, 0)
+        me = self._me.id.encode()
+        if last is None or last.value != me:
+            restored = await self._restore(stored)
+            # Only now: whoever finds its own name here takes its memory for the truth.
+            if await self._etcd.commit(guard, {self._last_key: me}) is None:
+                raise DeposedError
+        # Else nobody has led since this memory did, and it knows better than what it has managed to store.
+        self._mirror.begin(stored, self._state.keys())
+        self._answered()
+        if self.standing is not Standing.LEADING:
+            self._takeovers += 1
+            self._stand(Standing.LEADING)
+            _log.info("leads; what was stored is restored", **restored._asdict())
+        await self._mirror.run(guard)
+
+    async def _restore(self, stored: Mapping[str, bytes]) -> Restored:
+        """In slices, for the lease is kept alive and members are heard meanwhile."""
+        slices = self._state.restoring(stored)
+        while True:
+            try:
+                next(slices)
+            except StopIteration as end:
+                restored: Restored = end.value
+                return restored
+            await anyio.lowlevel.checkpoint()
 
     async def _keep_alive(self, guard: Guard) -> None:
         while True:

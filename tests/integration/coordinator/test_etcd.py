@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from kvmesh.coordinator.app import CoordinatorService
 from kvmesh.coordinator.etcd import EtcdClient, EtcdError, Guard
 from kvmesh.coordinator.ledger import TransferLedger
 from kvmesh.coordinator.registry import MemberRegistry
+from kvmesh.coordinator.state import CoordinatorState
 from kvmesh.coordinator.storage import MemoryStore
 from kvmesh.net.client import HttpClient
 from kvmesh.net.clock import SystemClock
@@ -489,3 +491,50 @@ async def test_one_whose_key_is_gone_does_not_go_on_leading(coordinator, etcd):
         assert await client.commit(Guard(key, held.mod_revision), {}, [key])
         await until(lambda: old._is_active() + new._is_active() == 1 and new.statistics()["takeovers_total"] == 1)
         assert not old.statistics()["leading"]
+
+
+async def test_the_lease_is_kept_alive_while_much_is_restored(coordinator, http, cluster, etcd, monkeypatch):
+    """Else whoever takes over a large ledger would lose the lead before it has read it, again and again."""
+    async with EtcdClient([etcd.url]) as client:
+        for hundred in range(10):
+            some = {f"/kvmesh/{cluster}/state/storage/{hundred}-{number}": b'["v",null]' for number in range(100)}
+            assert await client.commit(Guard(f"/kvmesh/{cluster}/nobody", 0), some)
+    restoring = CoordinatorState.restoring
+
+    def slowly(self: CoordinatorState, stored: Any) -> Any:
+        slices = restoring(self, stored)
+        while True:
+            time.sleep(0.01)  # the processor is busy: 5 s in all
+            try:
+                next(slices)
+            except StopIteration as end:
+                return end.value
+            yield
+
+    monkeypatch.setattr("kvmesh.coordinator.state.SLICE_KEYS", 2)
+    monkeypatch.setattr(CoordinatorState, "restoring", slowly)
+    with structlog.testing.capture_logs() as logs:
+        async with coordinator(etcd_lease_s=2.0) as (_, service):
+            await until(lambda: service.statistics()["leading"] and not service.statistics()["etcd_pending"])
+            assert (service.statistics()["storage_keys"], service.statistics()["takeovers_total"]) == (1000, 1)
+    assert not [entry for entry in logs if entry["event"] == "the lead was lost"]
+
+
+async def test_an_empty_memory_is_not_taken_for_the_truth_when_an_answer_is_lost(coordinator, http, monkeypatch):
+    """The answer to the commit that names it is lost, the commit is not."""
+    async with coordinator() as (url, service):
+        await register(http, url, member())
+        await crash(service)
+    commit = EtcdClient.commit
+
+    async def lose_the_answer(self: EtcdClient, guard: Guard, puts: Any, *rest: Any, **options: Any) -> int | None:
+        done = await commit(self, guard, puts, *rest, **options)
+        if any(key.endswith("/last_leader") for key in puts):
+            monkeypatch.setattr(EtcdClient, "commit", commit)
+            raise EtcdError("one lost answer")
+        return done
+
+    monkeypatch.setattr(EtcdClient, "commit", lose_the_answer)
+    async with coordinator() as (url, service):
+        await until(lambda: service.statistics()["leading"])
+        assert await epochs(http, url) == {"context-0": 5}

@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from kvmesh.coordinator import storage
-from kvmesh.coordinator.storage import MemoryStore, StoreFullError, WatchEvent, WatchEventType
+from kvmesh.coordinator.storage import MemoryStore, StoredItem, StoreFullError, WatchEvent, WatchEventType
 from kvmesh.net.clock import ManualClock
 
 
@@ -111,3 +111,31 @@ async def test_the_number_of_keys_is_bounded(store):
     with pytest.raises(StoreFullError):
         await store.set("4", "")
     assert await store.set("3", "", overwrite=True)
+
+
+async def test_while_keys_are_held_none_expires_and_each_keeps_what_it_had_left(clock, store):
+    await store.set("a", "1", ttl_s=10)
+    clock.advance(6)
+    store.hold()
+    clock.advance(100)
+    assert await store.sweep() == 0
+    assert await store.get("a") == "1"
+    store.go_on()
+    clock.advance(3.9)
+    assert await store.get("a") == "1"
+    clock.advance(0.1)
+    assert await store.get("a") is None
+
+
+async def test_a_takeover_replaces_all_keys_and_tells_watchers_what_differs(store):
+    for key in ("same", "other", "gone"):
+        await store.set(key, "1")
+    with store.watch("") as watch:
+        new = {"same": StoredItem("1", None), "other": StoredItem("2", None), "new": StoredItem("3", None)}
+        assert store.replace(new) == 2
+        assert {(event.key, event.type.name) for event in watch.drain_nowait()} == {
+            ("gone", "DELETE"),
+            ("other", "SET"),
+            ("new", "SET"),
+        }
+    assert await store.get_prefix("") == {"same": "1", "other": "2", "new": "3"}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.net.discovery_link import Backoff
+from kvmesh.net.discovery_link import Backoff, CoordinatorLink
 from kvmesh.net.discovery_static import StaticMembership
 from kvmesh.net.discovery_view import MemberView
 from kvmesh.protocol.members import Load, Member, MemberEvent, WatchReply
@@ -178,3 +178,31 @@ def test_a_subscriber_that_fails_harms_neither_the_view_nor_the_others(view):
     view.apply(changes(("joined", member("generation-0")), ("left", member())), 0.0)
     assert other.take() == [("joined", "context-0", 1), ("joined", "generation-0", 1), ("left", "context-0", 1)]
     assert [known.instance_id for known in view.members()] == ["generation-0"]
+
+
+def test_nobody_is_given_up_on_the_word_of_a_coordinator_that_may_not_lead(view, heard):
+    """Who is not listed may beat at another one; the next one that leads says anew who is missing."""
+    view.apply(snapshot(member("context-0"), member("context-1")), 0.0)
+    heard.take()
+    view.apply(snapshot(incarnation="two", grace_s=10.0), 1.0)
+    unled = snapshot(member("context-1"), incarnation="three", revision=1)
+    unled.leads = False
+    view.apply(unled, 2.0)
+    view.expire(100.0)
+    assert view.next_expiry_s is None
+    assert len(view.members()) == 2
+    view.apply(snapshot(member("context-1"), incarnation="four", grace_s=10.0), 200.0)
+    view.expire(210.0)
+    assert heard.take() == [("dead", "context-0", 1)]
+
+
+def test_two_failures_at_one_address_turn_to_the_next_address_once():
+    link = CoordinatorLink("http://a:1,http://b:1/,http://a:1,http://c:1")
+    for _ in range(2):
+        link.failed(OSError("gone"), "http://a:1")
+    assert link.url == "http://b:1"
+    link.failed(OSError("gone"), "http://b:1")
+    assert link.url == "http://c:1"
+    assert link.try_next("http://c:1")
+    assert link.url == "http://a:1"
+    assert not CoordinatorLink("http://a:1").try_next("http://a:1")
