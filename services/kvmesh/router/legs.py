@@ -41,6 +41,8 @@ CONSEQUENCES = frozenset(
     }
 )
 """Codes of failures that a server reports because the other leg's server has failed, or has been stopped."""
+_NO_SUCH_RANK = "no_such_rank"
+"""Only the router orders ranks: a server that does not have one was started anew with fewer, as it will soon tell."""
 _HAND_OFF_REFUSED = frozenset({400, 403, 404, 409, 410, 422})
 """From a second leg these concern the hand-off, which the client knows nothing of: its request passed the first leg."""
 
@@ -219,6 +221,10 @@ def failure_of(instance_id: str, error: ApiError, *, second: bool) -> LegFailure
             f"The generation server refused what the context server handed on: {error.message}",
             type="server_error",
             code=error.code or "hand_off_refused",
+        )
+    if error.code == _NO_SUCH_RANK:
+        error = unavailable(
+            "A server has fewer ranks than it had; send the request again in a moment.", code=error.code
         )
     if error.status in (429, 503) and error.retry_after_s is None:
         error.retry_after_s = 1

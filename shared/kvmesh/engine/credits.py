@@ -48,6 +48,8 @@ def patience_s(part: float, share: float, timeout_s: float) -> float:
 
     At that rate such prompts fill what the share leaves in ``timeout_s``, when the first of them is given up.
     """
+    if part == 0:
+        return 0.0
     return float("inf") if share >= 1 else timeout_s * part / (1 - share)
 
 

@@ -277,6 +277,7 @@ async def test_a_failing_generation_leg_aborts_the_context_leg(early: Mesh, stre
     [
         ((400, "context_length_exceeded"), (400, "context_length_exceeded"), (400, "context_length_exceeded")),
         ((500, "model_error"), (503, "kv_transfer_cancelled"), (500, "model_error")),
+        ((400, "no_such_rank"), (503, "kv_transfer_cancelled"), (503, "no_such_rank")),
         ((503, "kv_transfer_cancelled"), (500, "model_error"), (500, "model_error")),
         ((503, "peer_dead"), (503, "kv_transfer_cancelled"), (503, "kv_transfer_cancelled")),
     ],

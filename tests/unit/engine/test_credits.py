@@ -27,6 +27,8 @@ def test_patience_keeps_what_is_left_from_filling_up_in_one_timeout():
     """Prompts of a twentieth of the pool, half of which may be lent: ten of them in a timeout fill the other half."""
     assert patience_s(0.05, 0.5, 60.0) == pytest.approx(6.0)
     assert patience_s(0.05, 1.0, 60.0) == float("inf")
+    assert patience_s(0.05, 0.5, float("inf")) == float("inf")
+    assert patience_s(0.0, 0.5, float("inf")) == 0.0, "what adds nothing fills nothing"
 
 
 class Owner(SchedulerBench):
