@@ -265,11 +265,13 @@ def told(row: dict[str, Any]) -> str:
         if row["ratio_vs_library"] is not None
         else f"raw copy {row['ratio_vs_raw_copy']}"
     )
+    alone_us = row["library_one_page_us_p50"]
+    alone = "" if alone_us is None else f" (library {alone_us})"
     return (
         f"{row['way']:13} {row['page']:8} x {row['pages']:4}  checksums {'on ' if row['checksums'] else 'off'}  "
         f"memcpy {row['ratio_vs_memcpy']:5.2f} (contiguous {row['contiguous_ratio_vs_memcpy']:.2f})  {versus}  "
-        f"{row['gib_per_s']:6.2f} GiB/s  one page {row['one_page_us_p50']} us "
-        f"(library {row['library_one_page_us_p50']})  idle {row['idle_core_percent']} %"
+        f"{row['gib_per_s']:6.2f} GiB/s  one page {row['one_page_us_p50']} us"
+        f"{alone}  idle {row['idle_core_percent']} %"
     )
 
 

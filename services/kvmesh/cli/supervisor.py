@@ -174,7 +174,8 @@ class Supervisor:
             self._on_event(ChildEvent(child.name, "died", 0, status, backoff_s))
             await self._pause(backoff_s)
             backoff_s = min(backoff_s * 2, self._backoff_max_s)
-            self._restarts[child.name] += 1
+            # With other settings it is another start, not one more of what failed.
+            self._restarts[child.name] += not renewed
 
     async def _pause(self, seconds: float) -> None:
         """Sleep, but no longer than until the end."""

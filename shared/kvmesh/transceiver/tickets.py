@@ -154,7 +154,11 @@ def check_ticket(
     if now_unix_ms is not None and now_unix_ms >= ticket.expires_unix_ms + skew_ms:
         late_ms = now_unix_ms - ticket.expires_unix_ms
         clocks = "" if owner is not None else " by this host's clock; are the clocks of both hosts right?"
-        raise TicketError("ticket_expired", f"the ticket for transfer {transfer_id} expired {late_ms} ms ago{clocks}")
+        raise TicketError(
+            "ticket_expired",
+            f"the ticket for transfer {transfer_id}, which lives for kv_transfer_timeout_ms, expired {late_ms} ms "
+            f"ago{clocks}",
+        )
 
 
 class SpentNonces:

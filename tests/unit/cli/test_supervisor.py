@@ -124,8 +124,9 @@ async def test_a_child_whose_settings_were_renewed_is_tried_again(family):
         time.sleep(60)
     """
     child = family.child("child", program)._replace(renew=lambda: fixed.touch() is None)
-    async with family.running(child):
+    async with family.running(child) as supervisor:
         await until(lambda: len(family.happened("started", "child")) == 2)
+        assert [state.restarts for state in supervisor.processes()] == [0], "nothing that worked has failed"
     assert [event.status for event in family.happened("died", "child")][:1] == [2]
 
 
