@@ -184,6 +184,20 @@ def test_sizes_that_do_not_fit(sizes: dict[str, int], message: str, make_engine:
     assert not psutil.Process().children()
 
 
+def test_followers_of_a_leader_that_cannot_start_leave_in_silence(
+    make_engine: Make, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Why it cannot is the leader's to say, once."""
+    with pytest.raises(EngineBuildError):
+        make_engine(
+            tensor_parallel_size=2,
+            device_memory_bytes=1000,
+            cache={"max_tokens": None, "free_gpu_memory_fraction": 0.1},
+        )
+    assert not psutil.Process().children()
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_ranks_work_in_host_memory_only(settings: WorkerSettings) -> None:
     config = read_config(resolve_model(settings.model))
     with pytest.raises(ConfigError, match="tensor_parallel_size 2 and pipeline_parallel_size 1 need device cpu"):

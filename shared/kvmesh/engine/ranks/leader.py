@@ -204,7 +204,11 @@ class RankGroup:
         try:
             follower.socket.tell(Kind.SETTINGS, facts)
         except OSError as error:
-            raise RanksLostError(f"engine rank {rank} {follower.ending()}") from error
+            ending = follower.ending()
+            follower.socket.close()
+            process.kill()
+            process.wait()
+            raise RanksLostError(f"engine rank {rank} {ending}") from error
         return follower
 
     def _give_pools(
