@@ -28,13 +28,13 @@ class CacheTransceiverConfig(StrictModel):
     """Capacity in tokens of each of the two staging buffers of the CPP runtime, at least one page; None: the longest
     sequence. Longer prompts go in pieces. Not used by the PYTHON runtime."""
     kv_transfer_timeout_ms: Annotated[int, Field(gt=0)] | None = 60_000
-    """The transfer deadline in milliseconds: for the sender from the hand-off on, for the receiver from asking on; also the
-    life of a ticket. None: no deadline, which the PYTHON runtime does not have."""
+    """The transfer deadline in milliseconds: for the sender from the hand-off on, for the receiver from asking on; also
+    the life of a ticket. None: no deadline, which the PYTHON runtime does not have."""
     kv_transfer_sender_future_timeout_ms: Annotated[int, Field(gt=0)] | None = 1000
     """Length in milliseconds of one bounded wait slice on the sender's side; not a deadline. None means 1000, too."""
     kv_transfer_poll_interval_ms: Annotated[int, Field(gt=0)] | None = 5000
-    """Longest wait in milliseconds for transfer progress when transfers block admission. Without this key 5000; a stated
-    null means 1000, as in TensorRT-LLM."""
+    """Longest wait in milliseconds for transfer progress when transfers block admission. Without this key 5000; a
+    stated null means 1000, as in TensorRT-LLM."""
     kv_cache_bounce_size_mb: Annotated[int, Field(ge=0)] = 0
     """Size in MiB of each of the two bounce regions (send, receive) that coalesce scattered pages into one write; 0
     turns bounce off. PYTHON runtime only."""
