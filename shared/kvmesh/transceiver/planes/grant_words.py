@@ -79,8 +79,12 @@ class GrantBoard:
                 self._given_back.append(slot)
 
     def close(self) -> None:
-        """Let the descriptor go; idempotent. Mappings of receivers outlive it."""
-        fd, self.fd = self.fd, -1
+        """Take every word away and let the memory go; idempotent. Mappings of receivers outlive it."""
+        with self._lock:
+            self._words[:] = 0
+            self._slots.clear()
+            self._words = np.empty(0, dtype="<u8")
+            fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
