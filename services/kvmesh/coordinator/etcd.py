@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import anyio
 import msgspec
+from aiohttp import ClientError
 
 from kvmesh.net.client import HttpClient, PeerUnreachableError
 from kvmesh.protocol.errors import ApiError
@@ -223,7 +224,7 @@ class EtcdClient:
                             return True  # what happened since is known no more
                         if watched.canceled:
                             raise EtcdError(f"{url} ended a watch")
-            except (PeerUnreachableError, ApiError, msgspec.DecodeError, OSError) as error:
+            except (PeerUnreachableError, ApiError, msgspec.DecodeError, ClientError, OSError) as error:
                 self._next()
                 raise EtcdError(f"{url}: {error}") from error
             raise EtcdError(f"{url} ended a watch")
@@ -242,7 +243,7 @@ class EtcdClient:
                 if error.status == accept:
                     return reply()
                 refusal = error
-            except (PeerUnreachableError, msgspec.DecodeError, TimeoutError, OSError) as error:
+            except (PeerUnreachableError, msgspec.DecodeError, ClientError, TimeoutError, OSError) as error:
                 failure = error
             self._next()
         if refusal is not None:

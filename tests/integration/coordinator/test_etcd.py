@@ -483,6 +483,21 @@ async def test_a_follower_does_not_mind_that_etcd_compacts(coordinator, http, et
         assert follower.statistics()["etcd_losses_total"] == 0
 
 
+async def test_a_follower_outlives_etcd(coordinator, http, etcd):
+    """Etcd dies in the middle of an answer: that of the watch on who leads."""
+    async with coordinator() as (first, leader), coordinator() as (second, follower):
+        await register(http, first, member())
+        await anyio.wait_all_tasks_blocked()
+        etcd.kill()
+        await until(lambda: not follower.statistics()["etcd_connected"])
+        assert await epochs(http, second) == {"context-0": 5}
+        etcd.start()
+        await until(lambda: follower.statistics()["etcd_connected"] and leader.statistics()["etcd_connected"])
+        assert leader._is_active() != follower._is_active()
+        # Whichever of them leads now, both know what was there.
+        assert await epochs(http, second) == await epochs(http, first) == {"context-0": 5}
+
+
 async def test_one_whose_key_is_gone_does_not_go_on_leading(coordinator, etcd):
     """Its lease may live: what counts is the key, which another coordinator can take."""
     async with coordinator() as (_, old), coordinator() as (_, new), EtcdClient([etcd.url]) as client:
