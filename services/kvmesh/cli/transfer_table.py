@@ -21,7 +21,7 @@ def plain_table(*headings: str, left: int) -> Table:
 
 def transfer_table(records: Sequence[TransferRecord]) -> Table:
     """One row for each transfer; reasons only where there are any."""
-    table = plain_table("transfer", "state", "from", "to", "tokens", "moved", "age or time taken", left=4)
+    table = plain_table("transfer", "state", "from", "to", "tokens", "moved", "time", left=4)
     # Narrow terminals cut what is on the right: the id is what one copies.
     table.columns[0].min_width = max((len(str(record.transfer_id)) for record in records), default=0)
     table.columns[1].min_width = max((len(record.state) for record in records), default=0)
