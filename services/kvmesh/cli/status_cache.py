@@ -32,7 +32,8 @@ def cache_block(name: str, about: str, report: CacheReport) -> RenderableType:
     notes = [line for line in (hits(report.counters), moves(report.counters), pins(report)) if line]
     if damaged := report.counters.get("damaged_pages", 0):
         notes.append(f"[bold red]{damaged} damaged pages of a cold tier, each computed again[/]")
-    return Group(heading, Padding(Group(*tables, *(Text.from_markup(line) for line in notes)), (0, 0, 0, 2), expand=False))
+    block = Group(*tables, *(Text.from_markup(line) for line in notes))
+    return Group(heading, Padding(block, (0, 0, 0, 2), expand=False))
 
 
 def hits(counters: Mapping[str, int]) -> str:
