@@ -140,13 +140,15 @@ class Peer:
         endpoint = mesh["context"].get("/server_info")["disaggregated_params"]["ctx_info_endpoint"][0]
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         self.socket = socket.create_connection((host, int(port)), ANSWER_S)
-        self.name = name
+        self.identity = name + os.urandom(8)
+        """The introduction is signed for it and for the owner."""
+        self.owner = mesh["context"].name
 
     def frame(self, data: bytes) -> None:
         self.socket.sendall(struct.pack("<I", len(data)) + data)
 
     def greet(self) -> None:
-        self.frame(GREETING + self.name + os.urandom(8))
+        self.frame(GREETING + self.identity)
 
     def send(self, message: ControlMessage) -> None:
         self.frame(msgspec.msgpack.encode(message))
@@ -177,26 +179,26 @@ class Peer:
         hello = Hello(
             instance_id="attacker", epoch=1, layout_digest="?", layout_summary="?", layout=b"", backend="BUILTIN"
         )
-        self.send(_signed(hello, secret))
+        self.send(self._signed(hello, secret))
         answer = self.receive()
         assert isinstance(answer, HelloReply)
         assert answer.refused
         same = msgspec.structs.replace(
             hello, layout_digest=answer.layout_digest, layout=answer.layout, backend=answer.backend
         )
-        self.send(_signed(same, secret))
+        self.send(self._signed(same, secret))
         reply = self.receive()
         assert isinstance(reply, HelloReply)
         return reply
 
+    def _signed(self, hello: Hello, secret: str) -> Hello:
+        payload = msgspec.msgpack.encode(msgspec.structs.replace(hello, auth=b""))
+        bond = msgspec.msgpack.encode((self.owner, self.identity))
+        return msgspec.structs.replace(hello, auth=Signer(secret.encode(), "hello").mac(payload + bond))
+
     def ask(self, transfer_id: int, token: bytes) -> Any:
         self.send(RequestData(transfer_id=transfer_id, session=7, ticket=token, first_block=[0], dst_pages=[b""]))
         return self.receive()
-
-
-def _signed(hello: Hello, secret: str) -> Hello:
-    payload = msgspec.msgpack.encode(msgspec.structs.replace(hello, auth=b""))
-    return msgspec.structs.replace(hello, auth=Signer(secret.encode(), "hello").mac(payload))
 
 
 @contextmanager
@@ -253,7 +255,7 @@ def test_without_an_introduction(mesh: Mesh) -> None:
     with peer(mesh) as outsider:
         reply = outsider.introduce(OUTSIDER)
         assert reply.refused is not None
-        assert "does not share a cluster secret" in reply.refused
+        assert "not signed with the cluster secret" in reply.refused
         assert reply.agent == b"", "no way to its memory"
         answer = outsider.ask(leg.transfer_id, leg.handoff.ticket)
         assert (answer.status, answer.code) == (403, "hello_required")
