@@ -29,8 +29,14 @@ def listener() -> Iterator[DataListener]:
     made.close()
 
 
-def threads(name: str) -> int:
-    return sum(thread.name == name for thread in threading.enumerate())
+def come_down_to(most: int, name: str) -> bool:
+    """Whether so many threads of a name are left, once those who were hung up on have noticed."""
+    until_s = time.monotonic() + WAIT_S
+    while (found := [thread for thread in threading.enumerate() if thread.name == name])[most:]:
+        if time.monotonic() >= until_s:
+            return False
+        found[0].join(0.01)
+    return True
 
 
 def is_ended(connection: socket.socket) -> bool:
@@ -45,7 +51,7 @@ def test_silent_strangers_of_the_data_listener_are_few_and_keep_nobody_out(liste
     silent = [socket.create_connection(listener.address) for _ in range(MAX_STRANGERS + 20)]
     try:
         assert all(is_ended(connection) for connection in silent[:20]), "the oldest go"
-        assert threads("kvmesh-channel-hello") <= MAX_STRANGERS
+        assert come_down_to(MAX_STRANGERS, "kvmesh-channel-hello")
         source = DataSource(listener.address, TOKEN, "receiver#1", connect_timeout_s=WAIT_S)
         assert source.way is Way.SOCKET
         source.close()
@@ -90,7 +96,7 @@ def test_strangers_of_a_meeting_of_mpi_processes_are_few() -> None:
     silent = [socket.create_connection(meeting.address) for _ in range(MAX_STRANGERS + 20)]
     try:
         assert all(is_ended(connection) for connection in silent[:20])
-        assert threads("kvmesh-mpi-meeting") <= MAX_STRANGERS + 1
+        assert come_down_to(MAX_STRANGERS + 1, "kvmesh-mpi-meeting")
         wrong = msgspec.msgpack.encode([b"wrong token", "receiver"])
         with socket.create_connection(meeting.address) as stranger:
             stranger.sendall(len(wrong).to_bytes(4, "big") + wrong)
