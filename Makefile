@@ -31,7 +31,7 @@ NATIVE := $(shell find gpu_kernels -name '*.cpp' -o -name '*.cc' -o -name '*.c' 
 	-o -name '*.hpp' -o -name '*.cuh')
 INSTALLED_FROM := pyproject.toml constraints.txt hatch_build.py gpu_kernels/kvmesh/kernels/build.py $(NATIVE)
 
-.PHONY: help up down test soak-cache soak-modes fault-matrix cancel-storm lint bench clean venv check
+.PHONY: help up down test soak-cache soak-modes soak-e2e fault-matrix cancel-storm lint bench clean venv check
 
 help: ## Show this help
 	@echo "Targets:"
@@ -67,7 +67,10 @@ fault-matrix: $(DEV) ## Hurt every process at every point of a transfer; goes on
 	@$(BIN)/python tests/faults/matrix.py $(ARGS)
 
 cancel-storm: $(DEV) ## Cancel 2000 streams in mid-transfer, four times, over DEFAULT and NIXL
-	@KVMESH_STORM=$(STORM) $(BIN)/python -m pytest -s tests/e2e/test_cancel_storm.py $(ARGS)
+	@KVMESH_SOAK=1 KVMESH_STORM=$(STORM) $(BIN)/python -m pytest -s tests/e2e/test_cancel_storm.py $(ARGS)
+
+soak-e2e: $(DEV) ## Run the end-to-end tests with all their cases
+	@KVMESH_SOAK=1 $(BIN)/python -m pytest tests/e2e $(ARGS)
 
 lint: $(DEV) ## Check style and types
 	@$(BIN)/ruff check .

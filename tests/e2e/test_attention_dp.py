@@ -18,6 +18,7 @@ import psutil
 import pytest
 from meshes.by_hand import Mesh
 from meshes.process import request, until
+from soaks import soak_only
 
 from kvmesh.cli.ports import PortPicker
 from kvmesh.models.store import DEFAULT_MODEL
@@ -153,7 +154,7 @@ def test_operators_see_every_rank(ranked: Mesh) -> None:
     assert {side["instance_id"] for side in sides} == {"context/0", "context/1", "generation/0", "generation/1"}
 
 
-@pytest.mark.parametrize("name", ["context", "generation"])
+@pytest.mark.parametrize("name", ["generation", pytest.param("context", marks=soak_only)])
 def test_a_killed_rank_takes_its_server_along_and_the_next_life_is_whole(
     ranked: Mesh, settings: dict[str, dict[str, Any]], name: str
 ) -> None:

@@ -18,6 +18,7 @@ import anyio
 import pytest
 from fault_cases import footprint
 from meshes.by_hand import Mesh
+from soaks import soak_only
 
 from kvmesh.models.store import DEFAULT_MODEL
 
@@ -112,7 +113,7 @@ def totals(mesh: Mesh, key: str) -> int:
     return sum(worker.stats()[key] for worker in mesh.workers())
 
 
-@pytest.mark.parametrize("backend", ["DEFAULT", "NIXL"])
+@pytest.mark.parametrize("backend", ["DEFAULT", pytest.param("NIXL", marks=soak_only)])
 async def test_cancel_storm(make_brief_mesh: Callable[..., Mesh], backend: str) -> None:
     settings = {"cache_transceiver_config": {"backend": backend}}
     mesh = make_brief_mesh(

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from meshes.by_hand import Mesh
 from meshes.process import request, until
+from soaks import soak_only
 
 from kvmesh.models.store import DEFAULT_MODEL
 
@@ -88,7 +89,7 @@ def test_the_context_request_is_given_up(mesh: Mesh) -> None:
     mesh.wait_idle()
 
 
-@pytest.mark.parametrize("victim", ["engine", "front"])
+@pytest.mark.parametrize("victim", ["engine", pytest.param("front", marks=soak_only)])
 def test_the_context_server_dies(mesh: Mesh, victim: str) -> None:
     legs = Legs(mesh)
     since_s = time.monotonic()

@@ -8,6 +8,7 @@ import pytest
 from fault_cases import Bench, Case, golden_items
 from meshes.faulty import SERVICES, FaultyMesh
 from meshes.hosts import Network, obstacle
+from soaks import soak_only
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -19,15 +20,17 @@ CUT_S = 1.0
 
 CASES = [
     Case("memfd", "sender", "kill", "between slices"),
-    Case("memfd", "sender", "term", "before send"),
-    Case("memfd", "receiver", "kill", "last slice"),
     Case("memfd", "receiver", "freeze", "between slices"),
     Case("memfd", "coordinator", "kill", "first slice"),
     Case("memfd", "router", "kill", "before acknowledgement"),
-    Case("tcp", "receiver", "kill", "between slices"),
-    Case("tcp", "sender", "freeze", "first slice"),
     Case("nixl", "sender", "kill", "between slices"),
     Case("nixl", "receiver", "kill", "between slices"),
+]
+MORE_CASES = [
+    Case("memfd", "sender", "term", "before send"),
+    Case("memfd", "receiver", "kill", "last slice"),
+    Case("tcp", "receiver", "kill", "between slices"),
+    Case("tcp", "sender", "freeze", "first slice"),
     Case("nixl", "receiver", "freeze", "before acknowledgement"),
 ]
 CUT = Case("tcp", "sender", "cut", "between slices")
@@ -57,7 +60,11 @@ def make_bench(plane: str, network: Network | None = None) -> Bench:
     return bench
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, *(pytest.param(case, marks=soak_only) for case in MORE_CASES)],
+    ids=lambda case: case.name,
+)
 def test_case(benches: dict[str, Bench], case: Case) -> None:
     if case.plane not in benches:
         benches[case.plane] = make_bench(case.plane)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from channel_peers import why_not
 from meshes.by_hand import Mesh
+from soaks import soak_only
 
 from kvmesh.models.store import DEFAULT_MODEL
 
@@ -101,7 +102,7 @@ def test_staging_buffers(make_brief_mesh: Make, golden: Items, backend: str, fie
     assert stats["staging_bytes"] > 0 == stats["staging_receive_used_bytes"]
 
 
-@pytest.mark.parametrize("backend", ["DEFAULT", "NIXL"])
+@pytest.mark.parametrize("backend", ["NIXL", pytest.param("DEFAULT", marks=soak_only)])
 def test_bounce(make_brief_mesh: Make, monkeypatch: pytest.MonkeyPatch, golden: Items, backend: str) -> None:
     """§6.6: with gates that let everything through."""
     monkeypatch.setenv("TRTLLM_KV_CACHE_BOUNCE_MIN_BLOCKS", "1")

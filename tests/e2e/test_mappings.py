@@ -15,6 +15,7 @@ import psutil
 import pytest
 from meshes.by_hand import Mesh
 from meshes.process import request, until
+from soaks import soak_only
 
 from kvmesh.models.store import DEFAULT_MODEL
 
@@ -74,7 +75,7 @@ def check_let_go(mesh: Mesh, survivor: psutil.Process, foreign: set[int], fds: i
     assert mesh["generation"].settled_stats()["pages_quarantined"] == 0
 
 
-@pytest.mark.parametrize("victim", ["engine", "front"])
+@pytest.mark.parametrize("victim", ["engine", pytest.param("front", marks=soak_only)])
 def test_killed(mesh: Mesh, victim: str) -> None:
     survivor, foreign, fds = settle(mesh)
     os.kill(mesh["context"].engine().pid if victim == "engine" else mesh["context"].pid, signal.SIGKILL)
