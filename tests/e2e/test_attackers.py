@@ -237,11 +237,13 @@ def test_over_the_control_connection(mesh: Mesh, row: str) -> None:
 def test_replayed_over_the_control_connection(mesh: Mesh) -> None:
     leg = Leg(mesh)
     assert leg.fetch()[0] == 200
+    before = refused(mesh["context"])
     with peer(mesh) as insider:
         assert insider.introduce().refused is None
         for _ in range(3):
             answer = insider.ask(leg.transfer_id, leg.handoff.ticket)
             assert (answer.status, answer.code) == (403, "ticket_replayed")
+    until(lambda: refused(mesh["context"]) == before + 3, "each is counted")
 
 
 def test_without_an_introduction(mesh: Mesh) -> None:

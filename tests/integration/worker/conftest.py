@@ -15,6 +15,7 @@ import anyio
 import pytest
 
 from kvmesh.config import CacheTransceiverConfig, KvCacheConfig, KVEventsConfig, WorkerSettings
+from kvmesh.engine.report import STATS_INTERVAL_S
 from kvmesh.models.store import DEFAULT_MODEL, resolve_model
 from kvmesh.net.service import serving
 from kvmesh.worker.server import WorkerService
@@ -89,25 +90,50 @@ class Worker:
             seen = await self.stats()
             return all(seen[key] == value for key, value in wanted.items())
 
-        await until(there, f"{what}; {wanted}, last seen {seen}", timeout_s)
+        await until(there, lambda: f"{what}; {wanted}, last seen {seen}", timeout_s)
         return seen
+
+    async def wait_per_rank(self, key: str, expected: list[int]) -> None:
+        """Until each rank's statistics say so, and no page is lent out."""
+        seen: list[int] = []
+
+        async def there() -> bool:
+            seen[:] = [rank[key] for rank in (await self.stats())["attention_dp_ranks"]]
+            return seen == expected
+
+        await until(there, lambda: f"{key} of each rank {expected}; last seen {seen}")
+        await self.wait_whole()
 
     async def wait_whole(self) -> dict[str, Any]:
         """Until no page is lent out; all of them are accounted for."""
         none = dict.fromkeys(
             ("running", "waiting", "in_transfer", "pages_held", "pages_pinned", "pages_locked", "pages_quarantined"), 0
         )
-        stats = await self.wait_stats("every page is back", **none)
+        latest: tuple[float, dict[str, Any]] = (time.monotonic(), {})
+
+        async def still() -> bool:
+            # An engine tells its statistics at most every STATS_INTERVAL_S: what lasts longer is no older state.
+            nonlocal latest
+            stats = await self.stats()
+            if stats != latest[1]:
+                latest = (time.monotonic(), stats)
+            since_s, stats = latest
+            idle = all(stats[key] == value for key, value in none.items())
+            return idle and time.monotonic() > since_s + 2 * STATS_INTERVAL_S
+
+        await until(still, lambda: f"every page is back; last seen {latest[1]}")
+        stats = latest[1]
         assert stats["pages_free"] + stats["pages_evictable"] == stats["pages_total"]
         assert stats["integrity_failures_total"] == 0
         return stats
 
 
-async def until(condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> None:
+async def until(condition: Callable[[], Any], what: str | Callable[[], str], timeout_s: float = PATIENCE_S) -> None:
     """Wait for what another process does."""
     deadline_s = time.monotonic() + timeout_s
     while not await condition():
-        assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {what}"
+        if time.monotonic() > deadline_s:
+            pytest.fail(f"not within {timeout_s:g} s: {what if isinstance(what, str) else what()}")
         await anyio.sleep(0.02)
 
 

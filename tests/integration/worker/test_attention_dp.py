@@ -59,11 +59,6 @@ async def known_answers(of_one_engine: list[list[int]], serve: Serve, settings_o
     return of_one_engine
 
 
-async def per_rank(worker: Any, key: str) -> list[int]:
-    await worker.wait_whole()
-    return [rank[key] for rank in (await worker.stats())["attention_dp_ranks"]]
-
-
 async def test_two_ranks_are_one_server(serve: Serve, settings_of: SettingsOf, of_one_engine: list[list[int]]) -> None:
     """§2.2: events of both ranks come with ``attention_dp_rank``; answers are those of one engine."""
     expected = await known_answers(of_one_engine, serve, settings_of)
@@ -71,14 +66,14 @@ async def test_two_ranks_are_one_server(serve: Serve, settings_of: SettingsOf, o
     async with serve(with_ranks(both)) as (worker,):
         answers = [(await worker.complete(prompt(number)))[1] for number in range(4)]
         assert [tokens_of(answer) for answer in answers] == expected
-        assert await per_rank(worker, "generated_tokens_total") == [16, 16]
+        await worker.wait_per_rank("generated_tokens_total", [16, 16])
         assert [cached(answer) for answer in answers] == [0] * 4
 
         # Each of them again, in another order: wherever it was, there it is found.
         again = {number: (await worker.complete(prompt(number)))[1] for number in (2, 1, 3, 0)}
         assert [tokens_of(again[number]) for number in range(4)] == expected
         assert {cached(answer) for answer in again.values()} == {3 * BLOCK + 4}
-        assert await per_rank(worker, "generated_tokens_total") == [32, 32]
+        await worker.wait_per_rank("generated_tokens_total", [32, 32])
 
         total = await worker.stats()
         for key in ("pages_total", "prompt_tokens_total", "cached_tokens_total", "iteration"):
@@ -103,11 +98,11 @@ async def test_a_rank_can_be_asked_for(serve: Serve, settings_of: SettingsOf) ->
         for number in range(3):
             order = {"dp_rank": 1, "request_type": "context_and_generation"}
             assert (await worker.complete(prompt(number), disaggregated_params=order))[0] == 200
-        assert await per_rank(worker, "generated_tokens_total") == [0, 24]
+        await worker.wait_per_rank("generated_tokens_total", [0, 24])
         # A wish for the rank without the prefix, of somebody who knows more, weighs as much as the prefix.
         wish = {"dp_rank": 0, "dp_matched_tokens": 8 * BLOCK, "request_type": "context_and_generation"}
         assert (await worker.complete(prompt(7), disaggregated_params=wish))[0] == 200
-        assert await per_rank(worker, "generated_tokens_total") == [8, 24]
+        await worker.wait_per_rank("generated_tokens_total", [8, 24])
         handoff = {"request_type": "context_only", "disagg_request_id": 5, "ctx_dp_rank": 1}
         status, answer = await worker.complete(prompt(8), disaggregated_params=handoff)
         assert (status, answer["choices"][0]["disaggregated_params"]["ctx_dp_rank"]) == (200, 1)
@@ -128,7 +123,7 @@ async def test_conversations_stay_on_their_rank(serve: Serve, settings_of: Setti
                 assert status == 200
                 assert (cached(answer) > 0) == (turn > 0)
                 turns[name] = said + tokens_of(answer) + [11, 12]
-        assert await per_rank(worker, "generated_tokens_total") == [48, 48]
+        await worker.wait_per_rank("generated_tokens_total", [48, 48])
 
 
 NIXL = pytest.mark.skipif("NIXL" not in installed_backends(), reason="needs NIXL: make venv EXTRAS=engine")
@@ -166,13 +161,14 @@ async def test_pages_move_between_ranks(
             status, answer = await gen.decode(prompt(number), {**handoff, "dp_rank": target})
             assert status == 200, answer
             assert tokens_of(answer) == expected[number]
-        assert await per_rank(ctx, "transfers_completed_total") == [2, 2]
+        await ctx.wait_per_rank("transfers_completed_total", [2, 2])
         stats = await gen.wait_whole()
         assert (stats["transfers_completed_total"], stats["transfer_pages_total"]) == (4, 4 * 4)
         if generation_ranks > 1:
-            assert await per_rank(gen, "transfers_completed_total") == [2, 2]
+            await gen.wait_per_rank("transfers_completed_total", [2, 2])
             # Every rank has met every rank of the other server.
-            assert await per_rank(gen, "transfer_links") == await per_rank(ctx, "transfer_links") == [2, 2]
+            await gen.wait_per_rank("transfer_links", [2, 2])
+            await ctx.wait_per_rank("transfer_links", [2, 2])
 
         # What was received is a prefix on the rank that got it; both servers find theirs by themselves.
         handoff = await ctx.prefill(prompt(2), 200)
