@@ -15,6 +15,7 @@ TORCH_INDEX ?=
 EXTRAS ?=
 ARGS ?=
 BENCH ?= *
+PEERS ?= $(HOME)/.cache/kvmesh-peers
 STORM ?= 2000,4
 
 BIN := $(VENV)/bin
@@ -31,7 +32,7 @@ NATIVE := $(shell find gpu_kernels -name '*.cpp' -o -name '*.cc' -o -name '*.c' 
 	-o -name '*.hpp' -o -name '*.cuh')
 INSTALLED_FROM := pyproject.toml constraints.txt hatch_build.py gpu_kernels/kvmesh/kernels/build.py $(NATIVE)
 
-.PHONY: help up down test soak-cache soak-modes soak-e2e fault-matrix cancel-storm lint bench clean venv check
+.PHONY: help up down test soak-cache soak-modes soak-e2e fault-matrix cancel-storm lint bench peers clean venv check
 
 help: ## Show this help
 	@echo "Targets:"
@@ -45,6 +46,7 @@ help: ## Show this help
 	@echo "  EXTRAS      optional transfer libraries to install, too: EXTRAS=ucx,mooncake,mpi (see"
 	@echo "              docs/transfer-backends.md)"
 	@echo "  ARGS        arguments for 'kvmesh up', pytest or a benchmark: make up ARGS='--generation 2'"
+	@echo "  PEERS       where other projects' code is set up (now: $(PEERS))"
 	@echo "  STORM       streams and rounds of cancel-storm (now: $(STORM))"
 	@echo "  BENCH       one benchmark of benchmarks/ instead of all: make bench BENCH=engine"
 
@@ -79,6 +81,9 @@ lint: $(DEV) ## Check style and types
 
 bench: $(DEV) ## Run the benchmarks
 	@for file in benchmarks/$(BENCH).py; do echo "== $$file"; $(BIN)/python "$$file" $(ARGS); done
+
+peers: ## Set up other projects' code, for benchmarks and tests that compare with it
+	@PEERS='$(PEERS)' PYTHON='$(PYTHON)' bash benchmarks/peers/setup.sh $(ARGS)
 
 venv: $(DEV) ## Set up the environment with everything for development
 
