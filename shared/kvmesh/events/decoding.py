@@ -9,7 +9,10 @@ import msgspec
 from kvmesh.events.dialects import RejectedError, dialect_of
 from kvmesh.events.records import EventRecord, RecordBatch
 
-__all__ = ["BatchError", "decode_batch"]
+__all__ = ["SAMPLE_BYTES", "BatchError", "decode_batch"]
+
+SAMPLE_BYTES = 32
+"""Kept of an event that cannot be used: enough to know its layout by, and mostly ahead of the tokens."""
 
 
 class BatchError(ValueError):
@@ -45,16 +48,21 @@ def decode_batch(payload: bytes) -> RecordBatch:
     records: list[EventRecord] = []
     dialects: dict[str, int] = {}
     rejected: dict[str, int] = {}
+    samples: dict[str, bytes] = {}
     for event in events:
         try:
             dialect = dialect_of(memoryview(event))
             records.append(dialect.decode(memoryview(event)))
             dialects[dialect.name] = dialects.get(dialect.name, 0) + 1
         except RejectedError as error:
-            rejected[error.reason] = rejected.get(error.reason, 0) + 1
+            reason = error.reason
         except (msgspec.DecodeError, RecursionError):
-            rejected["malformed"] = rejected.get("malformed", 0) + 1
-    return RecordBatch(ts=ts, rank=rank, records=records, dialects=dialects, rejected=rejected)
+            reason = "malformed"
+        else:
+            continue
+        rejected[reason] = rejected.get(reason, 0) + 1
+        samples.setdefault(reason, bytes(memoryview(event)[:SAMPLE_BYTES]))
+    return RecordBatch(ts=ts, rank=rank, records=records, dialects=dialects, rejected=rejected, samples=samples)
 
 
 def _open(payload: bytes) -> tuple[float, list[Any], int | None]:

@@ -26,10 +26,18 @@ def receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
         return None
 
 
-async def readable(*sockets: zmq.Socket[bytes], timeout_s: float | None = None) -> bool:
-    """Wait until something happens in one of the sockets; False when ``timeout_s`` passed before."""
+async def readable(
+    *sockets: zmq.Socket[bytes], timeout_s: float | None = None, happened: asyncio.Event | None = None
+) -> bool:
+    """Wait until something happens in one of the sockets; False when ``timeout_s`` passed before.
+
+    Args:
+        sockets: to wait for.
+        timeout_s: longest wait in seconds, None: without bound.
+        happened: set by whoever wants to end the wait, too; the caller clears it afterwards.
+    """
     loop = asyncio.get_running_loop()
-    happened = asyncio.Event()
+    happened = happened or asyncio.Event()
     descriptors = [socket.FD for socket in sockets]
     try:
         for descriptor in descriptors:

@@ -73,3 +73,5 @@ class RecordBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Events by the dialect they were written in."""
     rejected: dict[str, int]
     """Events that were left out, by reason."""
+    samples: dict[str, bytes]
+    """The first bytes of one event for each reason, for the log."""
