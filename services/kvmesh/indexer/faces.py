@@ -2,57 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvmesh.events.index import DEFAULT_TENANT
-from kvmesh.events.index.index import DumpedBlock
-from kvmesh.protocol.match import WorkerMatch
+from kvmesh.hashing import sequence_hashes
+from kvmesh.protocol.errors import ApiError, bad_request
 
-__all__ = ["HashQuery", "Query", "RegisterBody", "Unregister", "dumped_block", "query_reply"]
+__all__ = ["HashQuery", "Prediction", "Query", "RegisterBody", "Unregister"]
 
 NonEmpty = Annotated[str, msgspec.Meta(min_length=1)]
 Rank = Annotated[int, msgspec.Meta(ge=0)]
 BlockSize = Annotated[int, msgspec.Meta(gt=0)]
+Instance = NonEmpty | int
+"""Dynamo's instances are numbers; they are known by their decimal digits here."""
+
+_HASH_MASK = 2**64 - 1
 
 
-class RegisterBody(msgspec.Struct, kw_only=True):
+class _Named(msgspec.Struct, kw_only=True):
+    """A model, however a client calls the field: ``model``, ``model_name`` (Dynamo) or ``modelname`` (Mooncake)."""
+
+    model: str | None = None
+    model_name: str | None = None
+    modelname: str | None = None
+    tenant_id: str | None = None
+    """Null and absent: the default tenant."""
+
+    @property
+    def model_named(self) -> str:
+        """The model.
+
+        Raises:
+            ApiError: 400, none is named.
+        """
+        for name in (self.model, self.model_name, self.modelname):
+            if name:
+                return name
+        raise bad_request("Name the model: 'model', 'model_name' or 'modelname'.", param="model")
+
+    @property
+    def tenant(self) -> str:
+        """The tenant."""
+        return self.tenant_id or DEFAULT_TENANT
+
+
+class RegisterBody(_Named, kw_only=True):
     """``POST /register``: follow a publisher that no coordinator knows."""
 
-    endpoint: NonEmpty
-    instance_id: NonEmpty
-    modelname: NonEmpty
+    instance_id: Instance
+    endpoint: str | None = None
+    """Its stream. Absent with ``events: none``."""
     replay_endpoint: str | None = None
+    events: Annotated[str, msgspec.Meta(pattern="^(zmq|none)$")] = "zmq"
+    """``none``: it publishes nothing; what is predicted of it is all that is known."""
+    bind: bool = False
+    """Bind ``endpoint`` and wait for the publisher to connect, instead of connecting to it."""
     type: str = "vLLM"
     """Which engine it is; nothing depends on it, every event says how it is written."""
     lora_name: str | None = None
     """Adapter of blocks that name none."""
-    tenant_id: str = DEFAULT_TENANT
     block_size: BlockSize | None = None
-    """Said by every stored event; accepted for clients that send it."""
-    dp_rank: Rank = 0
+    """Said by every stored event; needed with ``events: none``."""
+    dp_rank: Rank | None = None
     additionalsalt: str | None = None
     """Salt of blocks that name none; queries find them with it as ``cache_salt``."""
+    additional_salt: str | None = None
+    """The same, as Dynamo's clients write it."""
     single_group: bool = False
     """It tells one layer group only, the widest: its blocks count even if that group has a window."""
 
+    @property
+    def salt(self) -> str | None:
+        """The salt; an empty one is none."""
+        return self.additionalsalt or self.additional_salt or None
 
-class Unregister(msgspec.Struct, kw_only=True):
+
+class Unregister(_Named, kw_only=True):
     """``POST /unregister``."""
 
-    instance_id: str
+    instance_id: Instance
     dp_rank: Rank | None = None
     """One rank only; all of them when absent."""
 
 
-class _Question(msgspec.Struct, kw_only=True):
-    model: str
+class _Question(_Named, kw_only=True):
     lora_name: str | None = None
     lora_id: int | None = None
-    tenant_id: str = DEFAULT_TENANT
-    instance_id: str | None = None
+    instance_id: Instance | None = None
     """Only this worker."""
     block_size: BlockSize | None = None
     """Only workers with blocks of so many tokens."""
@@ -60,8 +100,13 @@ class _Question(msgspec.Struct, kw_only=True):
 
     @property
     def lora(self) -> str | int | None:
-        """The adapter, by name before number."""
-        return self.lora_id if self.lora_name is None else self.lora_name
+        """The adapter, by name before number; an empty name is none."""
+        return self.lora_name or self.lora_id
+
+    @property
+    def salt(self) -> str | None:
+        """The salt; an empty one is none."""
+        return self.cache_salt or None
 
 
 class Query(_Question, kw_only=True):
@@ -71,36 +116,53 @@ class Query(_Question, kw_only=True):
 
 
 class HashQuery(_Question, kw_only=True):
-    """``POST /query_by_hash``: the same for the rolling XXH3 hashes of a prompt's blocks."""
+    """``POST /query_by_hash``: the same for the XXH3 hashes of a prompt's blocks, signed or unsigned."""
 
-    seq_hashes: list[int]
-    """Signed or unsigned."""
+    seq_hashes: list[int] | None = None
+    """Rolling hashes: each names its block and all before it."""
+    block_hash: list[int] | None = None
+    """The same, as earlier Mooncake clients call it."""
+    block_hashes: list[int] | None = None
+    """Hashes of the blocks alone, as Dynamo's clients send them; they are chained here."""
+
+    def prefix_hashes(self) -> NDArray[np.uint64]:
+        """Rolling hashes, uint64 ``[n]``.
+
+        Raises:
+            ApiError: 400, there are none.
+        """
+        rolling = self.seq_hashes if self.seq_hashes is not None else self.block_hash
+        if rolling is not None:
+            return _hashes(rolling)
+        if self.block_hashes is None:
+            raise bad_request("Send 'seq_hashes' (rolling) or 'block_hashes' (of each block).", param="seq_hashes")
+        return sequence_hashes(_hashes(self.block_hashes))
 
 
-def query_reply(matches: Iterable[WorkerMatch], tenant_id: str, instance_id: str | None) -> dict[str, Any]:
-    """``{tenant: {instance: {longest_matched, GPU, CPU, DISK, DP: {rank: n}}}}``, all in tokens.
+class Prediction(Query, kw_only=True):
+    """``POST /predict``: a request with these tokens is on its way to ``instance_id``."""
 
-    A colder tier's count includes what the warmer ones hold; over ranks, the best one's is given.
-    """
-    instances: dict[str, dict[str, Any]] = {}
-    for match in matches:
-        if instance_id not in (None, match.instance_id):
-            continue
-        entry = instances.setdefault(match.instance_id, {"longest_matched": 0, "GPU": 0, "CPU": 0, "DISK": 0, "DP": {}})
-        entry["longest_matched"] = max(entry["longest_matched"], match.disk_tokens)
-        entry["GPU"] = max(entry["GPU"], match.device_tokens)
-        entry["CPU"] = max(entry["CPU"], match.host_tokens)
-        entry["DISK"] = max(entry["DISK"], match.disk_tokens)
-        entry["DP"][str(match.dp_rank)] = match.disk_tokens
-    return {tenant_id: instances}
+    dp_rank: Rank = 0
+    ttl_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] | None = None
+    """How long it counts unless its events come; absent: as the settings say."""
+
+    def target(self) -> tuple[str, int]:
+        """Worker and rank.
+
+        Raises:
+            ApiError: 400, no worker is named.
+        """
+        if self.instance_id is None:
+            raise bad_request("Name the worker that gets the request: 'instance_id'.", param="instance_id")
+        return str(self.instance_id), self.dp_rank
 
 
-def dumped_block(block: DumpedBlock) -> dict[str, Any]:
-    """A block as ``/dump`` shows it."""
-    return {
-        **block.scope._asdict(),
-        "block_size": block.block_size,
-        "seq_hash": block.prefix_hash,
-        "parent_hash": block.parent_hash,
-        "tier": block.tier.name.lower(),
-    }
+def _hashes(values: list[int]) -> NDArray[np.uint64]:
+    return np.array([value & _HASH_MASK for value in values], dtype=np.uint64)
+
+
+def unknown_worker(instance_id: str, dp_rank: int) -> ApiError:
+    """404: nobody has registered it, and no coordinator knows it."""
+    return ApiError(
+        404, f"No worker {instance_id!r} with rank {dp_rank} is known; register it first.", code="unknown_worker"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import anyio
 import anyio.lowlevel
@@ -10,38 +10,32 @@ import structlog
 import zmq
 from anyio.abc import TaskGroup
 
-from kvmesh.events.endpoints import EndpointError, rank_endpoint
-from kvmesh.events.index import DEFAULT_TENANT, PrefixIndex, Source
-from kvmesh.events.records import LoraKey
+from kvmesh.events.endpoints import EndpointError
+from kvmesh.events.feeds.feed import Feed, feeds_of
+from kvmesh.events.index import PrefixIndex, Source
 from kvmesh.events.subscriber import Batch, Connected, Disconnected, EventSubscriber, Reset, SubscriberStatistics
 from kvmesh.protocol.members import Member, MemberEvent
 from kvmesh.telemetry import get_logger
 
-__all__ = ["Feed", "Feeds"]
+__all__ = ["FeedObserver", "Feeds"]
 
-_log = get_logger("indexer.feeds")
+_log = get_logger("events.feeds")
 
 
-class Feed(NamedTuple):
-    """What to follow, and what its blocks are of. Feeds of one source that differ in anything are different lives."""
+class FeedObserver(Protocol):
+    """Sees what goes into the index, in order; runs on the event loop and must not wait."""
 
-    source: Source
-    model: str
-    endpoint: str
-    replay_endpoint: str | None = None
-    epoch: int = 0
-    tenant: str = DEFAULT_TENANT
-    lora: LoraKey = None
-    """Adapter of blocks that name none."""
-    salt: str | None = None
-    """Salt of blocks that name none."""
-    single_group: bool = False
-    """It tells one layer group only, the widest."""
+    def applied(self, feed: Feed, batch: Batch) -> None:
+        """A batch has been taken in."""
+
+    def cleared(self, feed: Feed) -> None:
+        """Everything that the source held is void."""
 
 
 class _Running(NamedTuple):
     feed: Feed
-    subscriber: EventSubscriber
+    subscriber: EventSubscriber | None
+    """None for an approximate feed."""
     scope: anyio.CancelScope
 
 
@@ -52,12 +46,21 @@ class Feeds:
         index: to fill.
         tasks: of the service.
         context: of the sockets.
+        observer: sees what goes in.
     """
 
-    def __init__(self, index: PrefixIndex, tasks: TaskGroup, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(
+        self,
+        index: PrefixIndex,
+        tasks: TaskGroup,
+        context: zmq.Context[zmq.Socket[bytes]],
+        *,
+        observer: FeedObserver | None = None,
+    ) -> None:
         self._index = index
         self._tasks = tasks
         self._context = context
+        self._observer = observer
         self._running: dict[Source, _Running] = {}
         self._tidying = False
         self._ended = dict.fromkeys(SubscriberStatistics.__struct_fields__, 0)
@@ -70,7 +73,7 @@ class Feeds:
             self._gone(member)
             return
         try:
-            feeds = _feeds_of(member)
+            feeds = feeds_of(member)
         except EndpointError as error:
             _log.warning("a worker's events cannot be followed", instance_id=member.instance_id, error=str(error))
             return
@@ -84,7 +87,9 @@ class Feeds:
             if running.feed == feed or running.feed.epoch > feed.epoch:
                 return
             self._end(running)
-        subscriber = EventSubscriber(feed.endpoint, feed.replay_endpoint, context=self._context)
+        subscriber = None
+        if feed.endpoint is not None:
+            subscriber = EventSubscriber(feed.endpoint, feed.replay_endpoint, context=self._context)
         running = self._running[feed.source] = _Running(feed, subscriber, anyio.CancelScope())
         self._index.add(
             feed.source,
@@ -94,10 +99,11 @@ class Feeds:
             salt=feed.salt,
             single_group=feed.single_group,
         )
-        self._tasks.start_soon(self._run, running)
+        if subscriber is not None:
+            self._tasks.start_soon(self._run, feed, subscriber, running.scope)
 
-    def stop(self, instance_id: str, dp_rank: int | None = None) -> bool:
-        """Stop following a worker, or one of its ranks, and forget its blocks at once; False when it was unknown."""
+    def stop(self, instance_id: str, dp_rank: int | None = None) -> list[Feed]:
+        """Stop following a worker, or one of its ranks, and forget its blocks at once; gives what was followed."""
         ending = [
             running
             for source, running in self._running.items()
@@ -105,47 +111,37 @@ class Feeds:
         ]
         for running in ending:
             self._end(running)
-        return bool(ending)
+        return [running.feed for running in ending]
+
+    def feed(self, source: Source) -> Feed | None:
+        """What is followed of a source."""
+        running = self._running.get(source)
+        return None if running is None else running.feed
 
     def describe(self) -> list[dict[str, object]]:
-        """Who is followed, and how it goes."""
-        return [
-            {
-                "instance_id": feed.source.instance_id,
-                "dp_rank": feed.source.dp_rank,
-                "model": feed.model,
-                "tenant": feed.tenant,
-                "endpoint": feed.endpoint,
-                "replay_endpoint": feed.replay_endpoint,
-                "epoch": feed.epoch,
-                "connected": subscriber.connected,
-                "last_sequence": subscriber.applied,
-                "blocks": self._index.num_held(feed.source),
-                "rejected_events": subscriber.rejected,
-            }
-            for feed, subscriber, _scope in self._running.values()
-        ]
+        """Who is followed, and how it goes; with the keys of Dynamo's ``/workers`` among ours."""
+        return [_described(running, self._index.num_held(running.feed.source)) for running in self._running.values()]
 
     def statistics(self) -> dict[str, float]:
         """Sums over all subscriptions, those that are over included."""
         totals: dict[str, float] = dict(self._ended)
-        for running in self._running.values():
+        subscribers = [running.subscriber for running in self._running.values() if running.subscriber is not None]
+        for subscriber in subscribers:
             for name in totals:
-                totals[name] += getattr(running.subscriber.statistics, name)
-        connected = sum(running.subscriber.connected for running in self._running.values())
+                totals[name] += getattr(subscriber.statistics, name)
         return {
-            "feeds": len(self._running),
-            "feeds_connected": connected,
+            "feeds": len(subscribers),
+            "feeds_connected": sum(subscriber.connected for subscriber in subscribers),
+            "feeds_approximate": len(self._running) - len(subscribers),
             **{f"feed_{name}": total for name, total in totals.items()},
         }
 
-    async def _run(self, running: _Running) -> None:
-        feed = running.feed
+    async def _run(self, feed: Feed, subscriber: EventSubscriber, scope: anyio.CancelScope) -> None:
         structlog.contextvars.clear_contextvars()  # those of the request that registered it
-        with running.scope:
+        with scope:
             _log.info("following", instance_id=feed.source.instance_id, endpoint=feed.endpoint)
             try:
-                await running.subscriber.run(lambda item: self._take(feed, item))
+                await subscriber.run(lambda item: self._take(feed, item))
             except zmq.ZMQError as error:
                 _log.error(
                     "cannot follow", instance_id=feed.source.instance_id, endpoint=feed.endpoint, error=str(error)
@@ -155,9 +151,11 @@ class Feeds:
         match item:
             case Batch():
                 self._index.apply(feed.source, item.records.records)
+                if self._observer is not None:
+                    self._observer.applied(feed, item)
             case Reset():
                 _log.warning("a worker's blocks are read anew", instance_id=feed.source.instance_id, why=item.reason)
-                self._index.clear(feed.source)
+                self._clear(feed)
             case Disconnected():
                 # It stops, or has died, which the coordinator says. Its blocks come back with the same life of it.
                 _log.info("a worker's event stream broke off", instance_id=feed.source.instance_id)
@@ -165,6 +163,11 @@ class Feeds:
             case Connected():
                 self._index.show(feed.source)
         self._tidy()
+
+    def _clear(self, feed: Feed) -> None:
+        self._index.clear(feed.source)
+        if self._observer is not None:
+            self._observer.cleared(feed)
 
     def _gone(self, member: Member) -> None:
         for source, running in list(self._running.items()):
@@ -174,9 +177,12 @@ class Feeds:
     def _end(self, running: _Running) -> None:
         running.scope.cancel()
         del self._running[running.feed.source]
-        for name in self._ended:
-            self._ended[name] += getattr(running.subscriber.statistics, name)
+        if running.subscriber is not None:
+            for name in self._ended:
+                self._ended[name] += getattr(running.subscriber.statistics, name)
         self._index.remove(running.feed.source)
+        if self._observer is not None:
+            self._observer.cleared(running.feed)
         self._tidy()
 
     def _tidy(self) -> None:
@@ -191,23 +197,29 @@ class Feeds:
         self._tidying = False
 
 
-def _feeds_of(member: Member) -> list[Feed]:
-    """A feed for each rank of a member; none for one that does not publish.
-
-    Raises:
-        EndpointError: its endpoints cannot be those of so many ranks.
-    """
-    stream, replay = member.events_endpoint, member.replay_endpoint
-    if stream is None:
-        return []
-    return [
-        Feed(
-            Source(member.instance_id, rank),
-            member.model,
-            rank_endpoint(stream, rank),
-            None if replay is None else rank_endpoint(replay, rank),
-            member.epoch,
-            single_group=member.events_single_group,
-        )
-        for rank in range(member.dp_size)
-    ]
+def _described(running: _Running, blocks: int) -> dict[str, object]:
+    feed, subscriber = running.feed, running.subscriber
+    rank = str(feed.source.dp_rank)
+    connected = subscriber is not None and subscriber.connected
+    status = "approximate" if subscriber is None else "active" if connected else "pending"
+    return {
+        "instance_id": feed.source.instance_id,
+        "dp_rank": feed.source.dp_rank,
+        "model": feed.model,
+        "tenant": feed.tenant,
+        "endpoint": feed.endpoint,
+        "replay_endpoint": feed.replay_endpoint,
+        "epoch": feed.epoch,
+        "block_size": feed.block_size or None,
+        "events": "none" if subscriber is None else "zmq",
+        "connected": connected,
+        "last_sequence": -1 if subscriber is None else subscriber.applied,
+        "blocks": blocks,
+        "rejected_events": {} if subscriber is None else subscriber.rejected,
+        "model_name": feed.model,
+        "tenant_id": feed.tenant,
+        "source": "none" if subscriber is None else "zmq",
+        "status": status,
+        "endpoints": {} if feed.endpoint is None else {rank: feed.endpoint},
+        "listeners": {} if feed.endpoint is None else {rank: {"endpoint": feed.endpoint, "status": status}},
+    }

@@ -1,0 +1,190 @@
+"""The indexer's HTTP routes: from bodies to the index and the feeds, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+from aiohttp import web
+
+from kvmesh.events.feeds import Feed, Feeds
+from kvmesh.events.index import PrefixIndex, Source
+from kvmesh.events.index.index import DumpedBlock
+from kvmesh.hashing import as_token_ids
+from kvmesh.indexer.answers import dumped_block, query_reply
+from kvmesh.indexer.faces import HashQuery, Query, RegisterBody, Unregister
+from kvmesh.net.http import json_response, read_json
+from kvmesh.protocol.errors import bad_request
+
+__all__ = ["Routes"]
+
+MAX_DUMPED_BLOCKS = 100_000
+"""Of one source; some ten megabytes of JSON."""
+
+_WORKER_FILTERS = ("instance_id", "model_name", "tenant_id")
+
+
+class Routes:
+    """Adds its routes to an application.
+
+    Args:
+        index: to ask.
+        feeds: to register with; raises a 503 while the service is starting.
+    """
+
+    def __init__(self, index: PrefixIndex, feeds: Callable[[], Feeds]) -> None:
+        self._index = index
+        self._feeds = feeds
+
+    def add_to(self, routes: web.UrlDispatcher) -> None:
+        """Register all routes."""
+        routes.add_post("/register", self._register)
+        routes.add_post("/unregister", self._unregister)
+        routes.add_post("/query", self._query)
+        routes.add_post("/query_by_hash", self._query_by_hash)
+        routes.add_get("/dump", self._dump)
+        routes.add_get("/workers", self._workers)
+
+    async def _register(self, request: web.Request) -> web.Response:
+        body = await read_json(request, RegisterBody)
+        feed = _feed(body)
+        self._feeds().follow(feed)
+        return json_response({"status": "ok", "instance_id": feed.source.instance_id})
+
+    async def _unregister(self, request: web.Request) -> web.Response:
+        body = await read_json(request, Unregister)
+        ended = self._feeds().stop(str(body.instance_id), body.dp_rank)
+        removed = [f"{feed.source.instance_id}|{feed.tenant}|{feed.source.dp_rank}" for feed in ended]
+        return json_response({"status": "ok", "known": bool(ended), "removed_instances": removed})
+
+    async def _query(self, request: web.Request) -> web.Response:
+        body = await read_json(request, Query)
+        matches = self._index.match(
+            _tokens(body.token_ids),
+            model=body.model_named,
+            tenant=body.tenant,
+            lora=body.lora,
+            cache_salt=body.salt,
+            block_size=body.block_size,
+        )
+        return json_response(query_reply(matches, body.tenant, _only(body.instance_id)))
+
+    async def _query_by_hash(self, request: web.Request) -> web.Response:
+        body = await read_json(request, HashQuery)
+        matches = self._index.match_hashes(
+            body.prefix_hashes(),
+            model=body.model_named,
+            tenant=body.tenant,
+            lora=body.lora,
+            cache_salt=body.salt,
+            block_size=body.block_size,
+        )
+        return json_response(query_reply(matches, body.tenant, _only(body.instance_id)))
+
+    async def _dump(self, request: web.Request) -> web.Response:
+        wanted = _Wanted(request.query)
+        return json_response(
+            [
+                {
+                    "instance_id": source.instance_id,
+                    "dp_rank": source.dp_rank,
+                    "num_blocks": self._index.num_held(source),
+                    "blocks": [
+                        dumped_block(block)
+                        for block in islice(filter(wanted.block, self._index.dump(source)), wanted.limit)
+                    ],
+                }
+                for source in self._index.sources(wanted.instance_id)
+                if wanted.source(source)
+            ]
+        )
+
+    async def _workers(self, request: web.Request) -> web.Response:
+        wanted = request.query
+        return json_response(
+            [
+                worker
+                for worker in self._feeds().describe()
+                if all(
+                    worker[key] == wanted[key] for key in ("instance_id", "model_name", "tenant_id") if key in wanted
+                )
+            ]
+        )
+
+
+class _Wanted:
+    """The filters of ``/dump``; those that are left out let everything through.
+
+    Raises:
+        ApiError: 400, a number that is none.
+    """
+
+    def __init__(self, query: Any) -> None:
+        self.instance_id: str | None = query.get("instance_id")
+        self.limit = min(_number(query, "limit", MAX_DUMPED_BLOCKS), MAX_DUMPED_BLOCKS)
+        self._rank = _number(query, "dp_rank", None)
+        self._tier: str | None = query.get("tier")
+        self._scope = {key: query[key] for key in ("model", "tenant", "lora", "salt") if key in query}
+
+    def source(self, source: Source) -> bool:
+        """Whether a source is wanted."""
+        return self._rank in (None, source.dp_rank)
+
+    def block(self, block: DumpedBlock) -> bool:
+        """Whether a block is wanted; an empty ``lora`` or ``salt`` means blocks without one."""
+        if self._tier is not None and block.tier.name.lower() != self._tier:
+            return False
+        scope = block.scope
+        return all(str(_empty_if_none(getattr(scope, key))) == value for key, value in self._scope.items())
+
+
+def _empty_if_none(value: object) -> object:
+    return "" if value is None else value
+
+
+def _number(query: Any, key: str, default: Any) -> Any:
+    text = query.get(key)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit()):
+        raise bad_request(f"{key} is {text!r}; write a number.", param=key)
+    return int(text)
+
+
+def _feed(body: RegisterBody) -> Feed:
+    """What a registration asks to follow.
+
+    Raises:
+        ApiError: 400, its endpoints do not fit.
+    """
+    none = body.events == "none"
+    if none and body.block_size is None:
+        raise bad_request("A worker without events needs 'block_size'.", param="block_size")
+    if not none and not body.endpoint:
+        raise bad_request('Give the \'endpoint\' of its stream, or "events": "none".', param="endpoint")
+    for name, endpoint in (("endpoint", body.endpoint), ("replay_endpoint", body.replay_endpoint)):
+        if endpoint and not endpoint.startswith(("tcp://", "ipc://")):
+            raise bad_request(f"{name} is {endpoint!r}; write tcp://HOST:PORT or ipc://PATH.", param=name)
+    return Feed(
+        Source(str(body.instance_id), body.dp_rank or 0),
+        body.model_named,
+        None if none else body.endpoint,
+        None if none else body.replay_endpoint or None,
+        tenant=body.tenant,
+        lora=body.lora_name or None,
+        salt=body.salt,
+        single_group=body.single_group,
+        block_size=body.block_size or 0,
+    )
+
+
+def _tokens(token_ids: list[int]) -> Any:
+    try:
+        return as_token_ids(token_ids)
+    except OverflowError:
+        raise bad_request("A token id does not fit 32 bits.", param="token_ids") from None
+
+
+def _only(instance_id: str | int | None) -> str | None:
+    return None if instance_id is None else str(instance_id)

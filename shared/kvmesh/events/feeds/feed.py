@@ -1,0 +1,64 @@
+"""What is followed: one rank of one worker, and what its blocks are of."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvmesh.events.endpoints import rank_endpoint
+from kvmesh.events.index import DEFAULT_TENANT, Source
+from kvmesh.events.records import LoraKey
+from kvmesh.protocol.members import Member
+
+__all__ = ["Feed", "feeds_of"]
+
+_ENGINES = frozenset({"context", "generation", "both"})
+
+
+class Feed(NamedTuple):
+    """What to follow, and what its blocks are of. Feeds of one source that differ in anything are different lives."""
+
+    source: Source
+    model: str
+    endpoint: str | None
+    """Of its stream; None: it publishes nothing, and is known by what is predicted of it alone."""
+    replay_endpoint: str | None = None
+    epoch: int = 0
+    tenant: str = DEFAULT_TENANT
+    lora: LoraKey = None
+    """Adapter of blocks that name none."""
+    salt: str | None = None
+    """Salt of blocks that name none."""
+    single_group: bool = False
+    """It tells one layer group only, the widest."""
+    block_size: int = 0
+    """Tokens per block, 0: only its events say."""
+
+    @property
+    def approximate(self) -> bool:
+        """Whether it is known by predictions alone."""
+        return self.endpoint is None
+
+
+def feeds_of(member: Member) -> list[Feed]:
+    """A feed for each rank of a member that has an engine.
+
+    A server without events is approximate. One that does not say its block size either has no feed.
+
+    Raises:
+        EndpointError: its endpoints cannot be those of so many ranks.
+    """
+    stream, replay = member.events_endpoint, member.replay_endpoint
+    if member.role not in _ENGINES or (stream is None and not member.tokens_per_block):
+        return []
+    return [
+        Feed(
+            Source(member.instance_id, rank),
+            member.model,
+            None if stream is None else rank_endpoint(stream, rank),
+            None if stream is None or replay is None else rank_endpoint(replay, rank),
+            member.epoch,
+            single_group=member.events_single_group,
+            block_size=member.tokens_per_block,
+        )
+        for rank in range(member.dp_size)
+    ]
