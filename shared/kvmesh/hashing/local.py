@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmesh.hashing.tokens import TokenIds
+from kvmesh.hashing.tokens import TokenIds, as_token_ids
 from kvmesh.kernels import _native
 
 __all__ = ["ROUTING_SEED", "local_hashes", "sequence_hashes"]
@@ -14,15 +14,20 @@ ROUTING_SEED = 1337
 """The seed that Dynamo, SMG and Mooncake's RFC agree on."""
 
 
-def local_hashes(token_ids: TokenIds, tokens_per_block: int, seed: int = ROUTING_SEED) -> NDArray[np.uint64]:
+def local_hashes(
+    token_ids: TokenIds | list[int], tokens_per_block: int, seed: int = ROUTING_SEED
+) -> NDArray[np.uint64]:
     """XXH3-64 of each full block's tokens (4 bytes LE each): uint64 ``[T // tokens_per_block]``.
 
     Raises:
-        TypeError: the tokens are not a buffer of 4-byte integers.
+        TypeError: the tokens are neither a buffer of 4-byte integers nor a list of integers.
         ValueError: the block size is not positive.
+        OverflowError: a number in a list does not fit 32 bits.
     """
     if tokens_per_block < 1:
         raise ValueError("tokens_per_block must be positive")
+    if isinstance(token_ids, list):
+        token_ids = as_token_ids(token_ids)
     hashes = np.empty(len(token_ids) // tokens_per_block, dtype=np.uint64)
     _native.xxh3_blocks(token_ids, tokens_per_block, seed, hashes)
     return hashes

@@ -132,6 +132,45 @@ def test_as_token_ids() -> None:
         as_token_ids([2**31])
 
 
+@given(TOKENS)
+def test_lists_are_read_as_they_are(tokens: list[int]) -> None:
+    assert as_token_ids(tokens).tolist() == tokens
+    assert as_token_ids([np.int64(token) for token in tokens]).tolist() == tokens  # type: ignore[misc]
+    assert local_hashes(tokens, 4).tolist() == local_hashes(np.array(tokens, np.int32), 4).tolist()
+
+
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**64, -(2**200)])
+def test_numbers_beyond_32_bits_are_refused(value: int) -> None:
+    with pytest.raises(OverflowError, match="32 bits"):
+        as_token_ids([1, value])
+
+
+@pytest.mark.parametrize("value", [1.5, "1", None, [1]])
+def test_what_is_no_integer_is_refused(value: object) -> None:
+    with pytest.raises(TypeError):
+        as_token_ids([1, value])  # type: ignore[list-item]
+
+
+class Shrinking:
+    """Takes the rest of its list away while it is read."""
+
+    def __init__(self, owner: list[object]) -> None:
+        self._owner = owner
+
+    def __index__(self) -> int:
+        self._owner.clear()
+        return 1
+
+
+def test_a_list_that_changes_while_it_is_read_is_refused() -> None:
+    tokens: list[object] = []
+    tokens += [Shrinking(tokens), 2, 3]
+    with pytest.raises(RuntimeError, match="changed"):
+        _native.fill_int32(tokens, np.empty(3, np.int32))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="exactly 2"):
+        _native.fill_int32([1, 2], np.empty(3, np.int32))
+
+
 @given(TOKENS.filter(lambda tokens: len(tokens) > 4), BLOCK_SIZES, st.booleans())
 def test_reuse_key_without_items_is_the_plain_chain(tokens: list[int], size: int, partial: bool) -> None:
     scope = ReuseScope(lora_id=3)

@@ -1,7 +1,7 @@
 // Block keys over int32 token buffers, as methods of the extension module: SHA-256 chains, XXH3 hashes, V1 keys.
 //
-// Every function takes its tokens through the buffer protocol (one contiguous int32 buffer, never a list) and leaves
-// the GIL while it works on a long one.
+// Every hash takes its tokens through the buffer protocol (one contiguous int32 buffer, never a list) and leaves the GIL
+// while it works on a long one; fill_int32 makes such a buffer of a list.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -72,6 +72,53 @@ bool optional_u64(PyObject* object, uint64_t* value, bool* present) {
   if (!*present) return true;
   *value = PyLong_AsUnsignedLongLong(object);
   return !PyErr_Occurred();
+}
+
+// The value of an int of one digit, which token ids are; false for any other object.
+inline bool one_digit(PyObject* object, int32_t* value) {
+  if (!PyLong_CheckExact(object)) return false;
+  auto* number = reinterpret_cast<PyLongObject*>(object);
+#if PY_VERSION_HEX >= 0x030C0000
+  if (!PyUnstable_Long_IsCompact(number)) return false;
+  *value = static_cast<int32_t>(PyUnstable_Long_CompactValue(number));
+#else
+  const Py_ssize_t size = Py_SIZE(number);
+  if (size < -1 || size > 1) return false;
+  // The digit of zero is not always set.
+  *value = size == 0 ? 0 : static_cast<int32_t>(size) * static_cast<int32_t>(number->ob_digit[0]);
+#endif
+  return true;
+}
+
+PyObject* fill_int32(PyObject*, PyObject* args) {
+  PyObject *list, *out_object;
+  if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &list, &out_object)) return nullptr;
+  View out;
+  if (!out.acquire(out_object, kTokenBytes, true, "out")) return nullptr;
+  const Py_ssize_t count = PyList_GET_SIZE(list);
+  if (out.size() / kTokenBytes != count) {
+    PyErr_Format(PyExc_ValueError, "the output must hold exactly %zd numbers", count);
+    return nullptr;
+  }
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* item = PyList_GET_ITEM(list, i);
+    if (one_digit(item, out.numbers() + i)) continue;
+    int overflow = 0;
+    Py_INCREF(item);
+    const long value = PyLong_AsLongAndOverflow(item, &overflow);
+    Py_DECREF(item);
+    if (value == -1 && PyErr_Occurred()) return nullptr;
+    if (PyList_GET_SIZE(list) != count) {  // by the object's __index__
+      PyErr_SetString(PyExc_RuntimeError, "the list changed while it was read");
+      return nullptr;
+    }
+    if (overflow != 0 || value != static_cast<int32_t>(value)) {
+      PyErr_SetString(PyExc_OverflowError, "a number does not fit 32 bits");
+      return nullptr;
+    }
+    out.numbers()[i] = static_cast<int32_t>(value);
+  }
+  Py_RETURN_NONE;
 }
 
 PyObject* sha256_chain(PyObject*, PyObject* args) {
@@ -233,6 +280,8 @@ PyMethodDef kvmesh_hashing_methods[] = {
     {"sha256_chain", sha256_chain, METH_VARARGS,
      "sha256_chain(tokens, tokens_per_block, parent, include_partial) -> list[bytes]\n\n"
      "key[i] = SHA-256(key[i-1] || tokens of block i), key[-1] = parent."},
+    {"fill_int32", fill_int32, METH_VARARGS,
+     "fill_int32(numbers, out)\n\nThe ints of a list as int32. OverflowError for one that does not fit."},
     {"xxh3_64", xxh3_64, METH_VARARGS, "xxh3_64(data, seed) -> int"},
     {"xxh3_blocks", xxh3_blocks, METH_VARARGS,
      "xxh3_blocks(tokens, tokens_per_block, seed, out)\n\nout[i] = XXH3-64 of full block i."},
