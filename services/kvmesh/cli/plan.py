@@ -175,4 +175,4 @@ def _as_json_logs(settings: ServiceSettings) -> ServiceSettings:
 
 def _url(settings: CoordinatorSettings | IndexerSettings | RouterSettings) -> str:
     host = LOOPBACK if settings.host in _WILDCARDS else settings.host
-    return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
+    return f"{settings.tls.scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"

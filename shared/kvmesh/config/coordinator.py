@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from kvmesh.config.discovery import ServerSource
 from kvmesh.config.endpoints import EtcdEndpoints, HttpUrl, Port
 from kvmesh.config.service import Seconds, ServiceSettings
 
@@ -33,3 +34,6 @@ class CoordinatorSettings(ServiceSettings):
     """Seconds after which another coordinator at the same etcd takes over from a silent one."""
     advertise_url: HttpUrl | None = None
     """Where other coordinators send members to while this one leads; unset: the address that it binds."""
+    discovery: list[ServerSource] = Field(default_factory=list)
+    """Where servers are found that do not register themselves, as a list of sources (``StaticSource``, ``DnsSource``,
+    ``EndpointSliceSource``): whoever answers there as a server becomes a member."""

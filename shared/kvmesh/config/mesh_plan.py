@@ -20,7 +20,7 @@ __all__ = ["MeshPlan", "plan_mesh"]
 M = TypeVar("M", bound=StrictModel)
 
 _SHARED = (
-    "host", "model", "log_level", "log_format", "otlp_endpoint", "drain_s", "request_timeout_s",
+    "host", "model", "log_level", "log_format", "otlp_endpoint", "drain_s", "request_timeout_s", "tls",
 )  # fmt: skip
 """What a process takes from the mesh unless its own section says otherwise."""
 
@@ -57,13 +57,13 @@ def plan_mesh(mesh: MeshSettings, *, cluster_secret: str, cpu_count: int) -> Mes
         cpu_count: cores of the machine, shared evenly among the ranks of all workers.
     """
     coordinator = _filled(_with_shared(mesh, mesh.coordinator), lease_s=mesh.lease_s)
-    coordinator_url = _url(coordinator.host, coordinator.port)
+    coordinator_url = _url(coordinator)
     indexer = _filled(_with_shared(mesh, mesh.indexer), coordinator_url=coordinator_url)
     router = _filled(
         _with_shared(mesh, mesh.router),
         api_keys_file=mesh.api_keys_file,
         coordinator_url=coordinator_url,
-        indexer_url=_url(indexer.host, indexer.port),
+        indexer_url=_url(indexer),
         indexer_match_endpoint=indexer.match_endpoint,
     )
     seats = _seats(mesh)
@@ -145,6 +145,7 @@ def _filled(section: M, **values: Any) -> M:
     return section.model_copy(update={key: v for key, v in values.items() if key not in section.model_fields_set})
 
 
-def _url(host: str, port: int) -> str:
+def _url(service: CoordinatorSettings | IndexerSettings) -> str:
     """Where the other processes of this machine reach a service."""
-    return f"http://{'127.0.0.1' if host in _WILDCARD_HOSTS else host}:{port}"
+    host = "127.0.0.1" if service.host in _WILDCARD_HOSTS else service.host
+    return f"{service.tls.scheme}://{host}:{service.port}"

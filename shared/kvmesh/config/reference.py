@@ -19,6 +19,7 @@ from kvmesh.config.disagg import (
     MinimalInstances,
     OtlpConfig,
 )
+from kvmesh.config.discovery import DnsSource, EndpointSliceSource, StaticSource
 from kvmesh.config.indexer import IndexerSettings
 from kvmesh.config.kv_cache import KvCacheConfig
 from kvmesh.config.kv_events import KVEventsConfig
@@ -29,6 +30,7 @@ from kvmesh.config.pool_rebalance import KvPoolRebalanceConfig
 from kvmesh.config.router import RouterSettings
 from kvmesh.config.routing import ConversationPolicy, KvCacheAwarePolicy, LoadBalancingPolicy, RoundRobinPolicy
 from kvmesh.config.support import state_of
+from kvmesh.config.tls import TlsSettings
 from kvmesh.config.type_text import constraint_text, default_text, type_text
 from kvmesh.config.worker import EventWireSettings, WorkerSettings
 
@@ -85,7 +87,11 @@ _SERVICES: tuple[type[BaseModel], ...] = (
     ConversationPolicy,
     IndexerSettings,
     CoordinatorSettings,
+    StaticSource,
+    DnsSource,
+    EndpointSliceSource,
     MeshSettings,
+    TlsSettings,
 )
 _DISAGG: tuple[type[BaseModel], ...] = (
     DisaggConfig,

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from kvmesh.config.base import StrictModel
+from kvmesh.config.tls import TlsSettings
 
 __all__ = ["DEFAULT_MODEL", "LogFormat", "LogLevel", "Seconds", "ServiceSettings", "TracedSettings"]
 
@@ -27,6 +28,8 @@ class ServiceSettings(StrictModel):
     """Address to bind. Events and transfers carry prompts: bind others only on a trusted network."""
     api_keys_file: str | None = None
     """File with one API key per line; clients then need ``Authorization: Bearer KEY``. Unset: no key is asked for."""
+    tls: TlsSettings = Field(default_factory=TlsSettings)
+    """Certificates of the HTTP face and of this service's requests to others."""
     log_level: LogLevel = "info"
     """Least severe log line that is written."""
     log_format: LogFormat = "console"
