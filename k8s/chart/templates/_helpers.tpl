@@ -1,0 +1,310 @@
+{{/* Names, labels and the parts that several templates share. */}}
+
+{{- define "kvmesh.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "kvmesh.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains (include "kvmesh.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "kvmesh.name" .) | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvmesh.releaseLabels" -}}
+app.kubernetes.io/name: {{ include "kvmesh.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{/* Of one component; takes (list root component). */}}
+{{- define "kvmesh.selectorLabels" -}}
+{{ include "kvmesh.releaseLabels" (index . 0) }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end -}}
+
+{{- define "kvmesh.labels" -}}
+{{- $root := index . 0 -}}
+{{ include "kvmesh.selectorLabels" . }}
+app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: kvmesh
+app.kubernetes.io/managed-by: {{ $root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{/* The metadata of one object; takes (list root component name). */}}
+{{- define "kvmesh.metadata" -}}
+name: {{ index . 2 }}
+namespace: {{ (index . 0).Release.Namespace }}
+labels:
+  {{- include "kvmesh.labels" (list (index . 0) (index . 1)) | nindent 2 }}
+{{- end -}}
+
+{{- define "kvmesh.serviceAccountName" -}}
+{{- $root := index . 0 -}}
+{{- $component := index . 1 -}}
+{{- if $root.Values.serviceAccount.create -}}
+{{ include "kvmesh.fullname" $root }}-{{ $component }}
+{{- else -}}
+{{ get $root.Values.serviceAccount.existing $component | default "default" }}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvmesh.image" -}}
+{{- $image := (index . 0).Values.image -}}
+{{ $image.repository }}:{{ index . 1 }}
+{{- end -}}
+
+{{- define "kvmesh.containerSecurityContext" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
+{{/* Addresses of the coordinators, all of them, for members of the mesh. */}}
+{{- define "kvmesh.coordinatorUrls" -}}
+{{- $name := printf "%s-coordinator" (include "kvmesh.fullname" .) -}}
+{{- $urls := list -}}
+{{- range $i := until (int .Values.coordinator.replicas) -}}
+{{- $urls = append $urls (printf "%s://%s-%d.%s:8400" (include "kvmesh.scheme" $) $name $i $name) -}}
+{{- end -}}
+{{- join "," $urls -}}
+{{- end -}}
+
+{{- define "kvmesh.scheme" -}}
+http
+{{- end -}}
+
+{{- define "kvmesh.clusterSecretName" -}}
+{{- .Values.clusterSecret.existingSecret | default (printf "%s-cluster-secret" (include "kvmesh.fullname" .)) -}}
+{{- end -}}
+
+{{- define "kvmesh.hasApiKeys" -}}
+{{- if or .Values.apiKeys.keys .Values.apiKeys.existingSecret }}true{{ end -}}
+{{- end -}}
+
+{{- define "kvmesh.apiKeysSecretName" -}}
+{{- .Values.apiKeys.existingSecret | default (printf "%s-api-keys" (include "kvmesh.fullname" .)) -}}
+{{- end -}}
+
+{{/* Logging, tracing and the address to bind: what every service has. Takes (list root traced). */}}
+{{- define "kvmesh.commonSettings" -}}
+{{- $root := index . 0 -}}
+{{- $settings := dict "host" $root.Values.bindHost "log_level" $root.Values.log.level "log_format" $root.Values.log.format -}}
+{{- if and (index . 1) $root.Values.otlpEndpoint -}}
+{{- $_ := set $settings "otlp_endpoint" $root.Values.otlpEndpoint -}}
+{{- end -}}
+{{- toYaml $settings -}}
+{{- end -}}
+
+{{/* The model and the name that clients use. */}}
+{{- define "kvmesh.modelSettings" -}}
+model: {{ .Values.model.name | quote }}
+{{- with .Values.model.servedName }}
+served_model_name: {{ . | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* Environment of a container: the pod's own facts, the model cache, and the user's. Takes (list root component). */}}
+{{- define "kvmesh.env" -}}
+{{- $root := index . 0 -}}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- name: HOME
+  value: /tmp
+- name: KVMESH_MODEL_DIR
+  value: /var/lib/kvmesh/models
+{{- with (get $root.Values (index . 1)).extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* What a pod spec begins with. Takes (list root component). */}}
+{{- define "kvmesh.podSpec" -}}
+{{- $root := index . 0 -}}
+{{- $component := index . 1 -}}
+{{- $values := get $root.Values $component -}}
+serviceAccountName: {{ include "kvmesh.serviceAccountName" . }}
+automountServiceAccountToken: {{ include "kvmesh.needsToken" . | default "false" }}
+# A service named like the product would otherwise define KVMESH_... variables, which are settings.
+enableServiceLinks: false
+{{- with $root.Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext:
+  {{- toYaml $root.Values.podSecurityContext | nindent 2 }}
+{{- with $values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with $values.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+affinity:
+  {{- if $values.affinity }}
+  {{- toYaml $values.affinity | nindent 2 }}
+  {{- else }}
+  podAntiAffinity:
+    preferredDuringSchedulingIgnoredDuringExecution:
+      - weight: 100
+        podAffinityTerm:
+          topologyKey: kubernetes.io/hostname
+          labelSelector:
+            matchLabels:
+              {{- include "kvmesh.selectorLabels" . | nindent 14 }}
+  {{- end }}
+{{- if hasKey $values "topologySpreadConstraints" }}
+topologySpreadConstraints:
+  {{- if $values.topologySpreadConstraints }}
+  {{- toYaml $values.topologySpreadConstraints | nindent 2 }}
+  {{- else }}
+  - maxSkew: 1
+    topologyKey: topology.kubernetes.io/zone
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- include "kvmesh.selectorLabels" . | nindent 8 }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Whether a component talks to the Kubernetes API. */}}
+{{- define "kvmesh.needsToken" -}}
+{{- end -}}
+
+{{/* Labels and annotations of a pod. Takes (list root component). */}}
+{{- define "kvmesh.podMetadata" -}}
+{{- $root := index . 0 -}}
+{{- $component := index . 1 -}}
+{{- $values := get $root.Values $component -}}
+labels:
+  {{- include "kvmesh.labels" . | nindent 2 }}
+  {{- with $values.podLabels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+annotations:
+  checksum/config: {{ include (print $root.Template.BasePath "/configmaps.yaml") $root | sha256sum }}
+  checksum/secret: {{ toJson (list $root.Values.clusterSecret $root.Values.apiKeys.existingSecret) | sha256sum }}
+  {{- with $values.podAnnotations }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end -}}
+
+{{/* Downloads a built-in model once for the pod. Takes (list root tag). */}}
+{{- define "kvmesh.modelInit" -}}
+{{- $root := index . 0 -}}
+{{- if $root.Values.model.fetch }}
+initContainers:
+  - name: model
+    image: {{ include "kvmesh.image" (list $root (index . 1)) }}
+    imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+    args: [model, fetch, {{ $root.Values.model.name | quote }}]
+    env:
+      - name: HOME
+        value: /tmp
+      - name: KVMESH_MODEL_DIR
+        value: /var/lib/kvmesh/models
+    securityContext:
+      {{- include "kvmesh.containerSecurityContext" $root | nindent 6 }}
+    resources:
+      requests: {cpu: 100m, memory: 128Mi}
+      limits: {memory: 512Mi}
+    volumeMounts:
+      - {name: tmp, mountPath: /tmp}
+      - {name: models, mountPath: /var/lib/kvmesh/models}
+{{- end }}
+{{- end -}}
+
+{{/* Seconds a pod has from its deletion to its end. Takes (list values seconds-before-SIGTERM default-drain_s). */}}
+{{- define "kvmesh.grace" -}}
+{{- $values := index . 0 -}}
+{{- if $values.terminationGracePeriodSeconds -}}
+{{ int $values.terminationGracePeriodSeconds }}
+{{- else -}}
+{{ add (ceil (get $values.settings "drain_s" | default 10.0) | int) (int (index . 1)) 15 }}
+{{- end -}}
+{{- end -}}
+
+{{/* A HorizontalPodAutoscaler. Takes (list root component kind). */}}
+{{- define "kvmesh.hpa" -}}
+{{- $root := index . 0 -}}
+{{- $component := index . 1 -}}
+{{- $scaling := (get $root.Values $component).autoscaling -}}
+{{- $name := printf "%s-%s" (include "kvmesh.fullname" $root) $component -}}
+{{- if and $scaling.enabled ($root.Capabilities.APIVersions.Has "autoscaling/v2") }}
+---
+apiVersion: autoscaling/v2
+kind: HorizontalPodAutoscaler
+metadata:
+  {{- include "kvmesh.metadata" (list $root $component $name) | nindent 2 }}
+spec:
+  scaleTargetRef:
+    apiVersion: apps/v1
+    kind: {{ index . 2 }}
+    name: {{ $name }}
+  minReplicas: {{ $scaling.minReplicas }}
+  maxReplicas: {{ $scaling.maxReplicas }}
+  metrics:
+    {{- with $scaling.targetCPUUtilizationPercentage }}
+    - type: Resource
+      resource:
+        name: cpu
+        target: {type: Utilization, averageUtilization: {{ . }}}
+    {{- end }}
+    {{- with $scaling.metrics }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with $scaling.behavior }}
+  behavior:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* A PodDisruptionBudget. Takes (list root component). */}}
+{{- define "kvmesh.pdb" -}}
+{{- $root := index . 0 -}}
+{{- $component := index . 1 -}}
+{{- $budget := (get $root.Values $component).podDisruptionBudget -}}
+{{- if and $budget.enabled ($root.Capabilities.APIVersions.Has "policy/v1") }}
+---
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  {{- include "kvmesh.metadata" (list $root $component (printf "%s-%s" (include "kvmesh.fullname" $root) $component)) | nindent 2 }}
+spec:
+  maxUnavailable: {{ $budget.maxUnavailable }}
+  selector:
+    matchLabels:
+      {{- include "kvmesh.selectorLabels" (list $root $component) | nindent 6 }}
+{{- end }}
+{{- end -}}
+
+{{/* HTTP port of a context or generation server. */}}
+{{- define "kvmesh.workerPort" -}}
+{{- if eq . "context" -}}8100{{- else -}}8200{{- end -}}
+{{- end -}}
+
+{{/* Client URLs of etcd, as a JSON list; empty where there is none. */}}
+{{- define "kvmesh.etcdEndpoints" -}}
+{{- $name := printf "%s-etcd" (include "kvmesh.fullname" .) -}}
+{{- if eq .Values.etcd.mode "external" -}}
+{{- toJson (required "etcd.endpoints must name the members when etcd.mode is external" .Values.etcd.endpoints) -}}
+{{- else if eq .Values.etcd.mode "bundled" -}}
+{{- $urls := list -}}
+{{- range $i := until (int .Values.etcd.replicas) -}}
+{{- $urls = append $urls (printf "http://%s-%d.%s:2379" $name $i $name) -}}
+{{- end -}}
+{{- toJson $urls -}}
+{{- end -}}
+{{- end -}}
