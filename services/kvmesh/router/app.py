@@ -28,7 +28,6 @@ from kvmesh.router.cluster import Server
 from kvmesh.router.dialects.base import Outgoing
 from kvmesh.router.endpoints import Endpoints
 from kvmesh.router.http import BODY_TIMEOUT_S, HttpReply, HttpUpstream, read_body
-from kvmesh.router.match import MatchClient
 from kvmesh.router.metrics import RouterMetrics
 from kvmesh.router.pipeline import Pipeline, RequestHead
 from kvmesh.router.tokenizing import PromptTokenizer, TextTokenizer
@@ -91,8 +90,7 @@ class RouterService(Service):
         settings = self.settings
         self._tasks = tasks
         await self._exit.enter_async_context(self._upstream)
-        if isinstance(self.parts.matcher, MatchClient):
-            await tasks.start(self.parts.matcher.run)
+        await tasks.start(self.parts.matcher.run)
         tasks.start_soon(self._probe_breakers)
         self._tokenizer = await self._load_tokenizer()
         await self._find_servers(tasks, url)

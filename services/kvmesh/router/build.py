@@ -19,7 +19,8 @@ from kvmesh.router.hand_off import Abort
 from kvmesh.router.ids import TransferIds
 from kvmesh.router.legs import Legs
 from kvmesh.router.loads import Loads
-from kvmesh.router.match import MatchClient, Matcher, NoMatcher
+from kvmesh.router.match import Matcher, NoMatcher
+from kvmesh.router.match_client import MatchClient
 from kvmesh.router.perf import PerfRecords
 from kvmesh.router.plan import Planner
 from kvmesh.router.policy import make_policy

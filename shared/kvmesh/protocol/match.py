@@ -1,6 +1,7 @@
 """The router's question to the indexer: how much of this prompt does each worker hold.
 
-A DEALER sends ``[msgpack(MatchRequest)]`` to the indexer's ROUTER and receives ``[msgpack(MatchReply)]``.
+A DEALER sends ``[msgpack(MatchRequest)]`` to the indexer's ROUTER and receives ``[msgpack(MatchReply)]``. Where it then
+sends a prompt it tells by ``["routed", msgpack(Routed)]``, which is not answered.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ import msgspec
 
 from kvmesh.protocol.version import PROTOCOL_VERSION
 
-__all__ = ["MatchReply", "MatchRequest", "WorkerMatch"]
+__all__ = ["ROUTED", "MatchReply", "MatchRequest", "Routed", "WorkerMatch"]
+
+ROUTED = b"routed"
+"""Frame before a :class:`Routed`."""
 
 
 class MatchRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -40,4 +44,19 @@ class MatchReply(msgspec.Struct, kw_only=True):
 
     id: int
     matches: list[WorkerMatch]
+    protocol: int = PROTOCOL_VERSION
+
+
+class Routed(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A prompt is on its way to a worker, which will soon hold it: counted as held before its events come."""
+
+    instance_id: str
+    dp_rank: int = 0
+    model: str
+    token_ids: bytes
+    """int32 little-endian token ids of the whole prompt."""
+    lora_id: int | None = None
+    cache_salt: str | None = None
+    ttl_s: float
+    """Seconds until it counts no more unless its events have come."""
     protocol: int = PROTOCOL_VERSION

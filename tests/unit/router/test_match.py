@@ -14,7 +14,8 @@ import zmq.asyncio
 
 from kvmesh.net.clock import ManualClock
 from kvmesh.protocol.match import MatchReply, MatchRequest, WorkerMatch
-from kvmesh.router.match import FAILURES_TO_REST, FIRST_REST_S, MatchClient, NoMatcher
+from kvmesh.router.match import NoMatcher
+from kvmesh.router.match_client import FAILURES_TO_REST, FIRST_REST_S, MatchClient
 
 IDS = np.arange(64, dtype=np.int32)
 
