@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from kvmesh.events.dialects import RejectedError, dialect_of
+from kvmesh.events.dialects import RejectedError, decode_event
 from kvmesh.events.records import EventRecord, RecordBatch
 
-__all__ = ["SAMPLE_BYTES", "BatchError", "decode_batch"]
+__all__ = ["SAMPLE_BYTES", "BatchError", "decode_batch", "rank_of"]
 
 SAMPLE_BYTES = 32
 """Kept of an event that cannot be used: enough to know its layout by, and mostly ahead of the tokens."""
@@ -19,17 +19,20 @@ class BatchError(ValueError):
     """A payload that is no batch of events at all."""
 
 
+# What is around the events is taken as it comes: nobody loses a batch over its time stamp.
+
+
 class _ArrayEnvelope(msgspec.Struct, array_like=True, gc=False):
-    ts: float
+    ts: Any
     events: list[msgspec.Raw]
-    rank: int | None = None
+    rank: Any = None
 
 
 class _MapEnvelope(msgspec.Struct, gc=False):
     events: list[msgspec.Raw]
-    ts: float = 0.0
-    data_parallel_rank: int | None = None
-    dp_rank: int | None = None
+    ts: Any = None
+    data_parallel_rank: Any = None
+    dp_rank: Any = None
 
 
 _array_decoder = msgspec.msgpack.Decoder(_ArrayEnvelope)
@@ -50,29 +53,42 @@ def decode_batch(payload: bytes) -> RecordBatch:
     rejected: dict[str, int] = {}
     samples: dict[str, bytes] = {}
     for event in events:
+        view = memoryview(event)
         try:
-            dialect = dialect_of(memoryview(event))
-            records.append(dialect.decode(memoryview(event)))
-            dialects[dialect.name] = dialects.get(dialect.name, 0) + 1
+            dialect, record = decode_event(view)
         except RejectedError as error:
-            reason = error.reason
-        except (msgspec.DecodeError, RecursionError):
-            reason = "malformed"
-        else:
+            rejected[error.reason] = rejected.get(error.reason, 0) + 1
+            samples.setdefault(error.reason, bytes(view[:SAMPLE_BYTES]))
             continue
-        rejected[reason] = rejected.get(reason, 0) + 1
-        samples.setdefault(reason, bytes(memoryview(event)[:SAMPLE_BYTES]))
+        dialects[dialect] = dialects.get(dialect, 0) + 1
+        if record is not None:
+            records.append(record)
     return RecordBatch(ts=ts, rank=rank, records=records, dialects=dialects, rejected=rejected, samples=samples)
 
 
-def _open(payload: bytes) -> tuple[float, list[Any], int | None]:
+def rank_of(payload: bytes) -> int | None:
+    """The rank that a batch says it is of, without decoding its events.
+
+    Raises:
+        BatchError: the envelope itself is unreadable.
+    """
+    return _open(payload)[2]
+
+
+def _open(payload: bytes) -> tuple[float, list[msgspec.Raw], int | None]:
     try:
         first = payload[0] if payload else 0
         if 0x80 <= first <= 0x8F or first in (0xDE, 0xDF):
             batch = _map_decoder.decode(payload)
-            rank = batch.data_parallel_rank if batch.data_parallel_rank is not None else batch.dp_rank
-            return batch.ts, batch.events, rank
-        envelope = _array_decoder.decode(payload)
-        return envelope.ts, envelope.events, envelope.rank
+            ts, events = batch.ts, batch.events
+            rank = batch.dp_rank if batch.data_parallel_rank is None else batch.data_parallel_rank
+        else:
+            envelope = _array_decoder.decode(payload)
+            ts, events, rank = envelope.ts, envelope.events, envelope.rank
     except (msgspec.DecodeError, RecursionError) as error:
         raise BatchError(f"not a batch of KV events: {error}") from error
+    return (
+        float(ts) if isinstance(ts, int | float) else 0.0,
+        events,
+        rank if isinstance(rank, int) and rank >= 0 else None,
+    )

@@ -31,9 +31,12 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     parent: int | None
     """Engine hash of the block before the first one; None at the start of a sequence."""
     token_ids: TokenIds
-    """int32 ``[len(hashes) * block_size]``, or empty when known blocks moved to ``tier``."""
+    """int32 ``[len(hashes) * block_size + lookahead]``, or empty when known blocks moved to ``tier``."""
     block_size: int
     """Tokens per block."""
+    lookahead: int = 0
+    """So many tokens after its own are part of a block's identity: two blocks with the same tokens differ when others
+    follow them."""
     tier: Tier = Tier.DEVICE
     lora: LoraKey = None
     salt: str | None = None
@@ -44,6 +47,10 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """KV cache group of the engine."""
     kind: str | None = None
     """Attention kind of the group, such as ``full_attention``."""
+    tenant: str | None = None
+    """Whose it is, None: the source's."""
+    model: str | None = None
+    """What it is of, None: the source's."""
 
 
 class Removed(msgspec.Struct, frozen=True, kw_only=True):

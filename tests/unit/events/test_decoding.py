@@ -198,7 +198,7 @@ def test_the_salt_is_the_lone_text_of_the_first_block() -> None:
         ({"type": "Nonsense"}, "malformed"),
         (["BlockStored", "x"], "malformed"),
         ({"type": "BlockStored", "block_hashes": [1]}, "malformed"),
-        (["BlockStored", [1], None, [1, "digest"], 2, None, "GPU"], "malformed"),
+        (["BlockStored", [1], None, [1, 2.5], 2, None, "GPU"], "malformed"),
         (7, "unknown_shape"),
         (None, "unknown_shape"),
         (["BlockStored", [1, 2], None, [1, 2, 3], 2, None, "GPU"], "tokens_do_not_fill_blocks"),

@@ -1,13 +1,12 @@
-"""What a dialect is, and how it refuses an event."""
+"""What a dialect gives, and how it refuses an event."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from kvmesh.events.records import EventRecord
 
-__all__ = ["Dialect", "RejectedError"]
+__all__ = ["DecodedEvent", "RejectedError"]
 
 
 class RejectedError(ValueError):
@@ -22,9 +21,10 @@ class RejectedError(ValueError):
         self.reason = reason
 
 
-class Dialect(NamedTuple):
-    """A way of writing events."""
+class DecodedEvent(NamedTuple):
+    """One event of a batch."""
 
-    name: str
-    decode: Callable[[memoryview], EventRecord]
-    """Raises RejectedError, or msgspec.DecodeError when the event is not in this dialect after all."""
+    dialect: str
+    """Name of the way it was written in."""
+    record: EventRecord | None
+    """None: it says nothing, on purpose."""

@@ -10,26 +10,33 @@ from typing import Any
 import msgspec
 
 from kvmesh.events.dialects import normalise
-from kvmesh.events.dialects.base import Dialect
+from kvmesh.events.dialects.base import DecodedEvent, RejectedError
+from kvmesh.events.dialects.identity import BlockContent
 from kvmesh.events.dialects.normalise import WireHash
-from kvmesh.events.records import Cleared, EventRecord, Removed
+from kvmesh.events.dialects.tokens import read_tokens, with_lookahead
+from kvmesh.events.records import Cleared, EventRecord, Stored
 
-__all__ = ["DIALECT"]
+__all__ = ["NAME", "decode"]
+
+NAME = "map"
 
 
 class _Stored(msgspec.Struct, tag="BlockStored", kw_only=True, gc=False):
     block_hashes: list[WireHash]
     parent_block_hash: WireHash | None = None
-    token_ids: list[int]
+    token_ids: msgspec.Raw
     block_size: int
     lora_id: int | None = None
     lora_name: str | None = None
     medium: str | None = None
     extra_keys: list[Any] | None = None
+    mm_keys: list[Any] | None = None
+    block_mm_infos: list[Any] | None = None
     cache_salt: str | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     locality: str | None = None
+    lookahead_token_ids: list[list[int]] | None = None
 
 
 class _Removed(msgspec.Struct, tag="BlockRemoved", kw_only=True, gc=False):
@@ -43,37 +50,55 @@ class _Cleared(msgspec.Struct, tag="AllBlocksCleared", gc=False):
     pass
 
 
-_Event = _Stored | _Removed | _Cleared
+class _Ignored(msgspec.Struct, tag="Ignored", gc=False):
+    pass
+
+
+_Event = _Stored | _Removed | _Cleared | _Ignored
 _decoder: msgspec.msgpack.Decoder[_Event] = msgspec.msgpack.Decoder(_Event)
 
 
-def _decode(event: memoryview) -> EventRecord:
-    raw = _decoder.decode(event)
+def decode(event: memoryview) -> DecodedEvent:
+    """One event.
+
+    Raises:
+        RejectedError: it cannot be used.
+        msgspec.DecodeError: it is not in this dialect after all.
+    """
+    return DecodedEvent(NAME, _record(_decoder.decode(event)))
+
+
+def _record(raw: _Event) -> EventRecord | None:
     match raw:
         case _Stored():
-            return normalise.stored(
-                hashes=raw.block_hashes,
-                parent=raw.parent_block_hash,
-                token_ids=raw.token_ids,
-                block_size=raw.block_size,
-                medium=raw.medium,
-                lora_id=raw.lora_id,
-                lora_name=raw.lora_name,
-                salt=raw.cache_salt,
-                extra_keys=raw.extra_keys,
-                group=raw.group_idx,
-                kind=raw.kv_cache_spec_kind,
-                locality=raw.locality,
-            )
+            return _stored(raw)
         case _Removed():
-            normalise.local_only(raw.locality)
-            return Removed(
-                hashes=normalise.block_hashes(raw.block_hashes),
-                tier=normalise.tier_of(raw.medium),
-                group=raw.group_idx,
+            return normalise.removed(
+                hashes=raw.block_hashes, medium=raw.medium, group=raw.group_idx, locality=raw.locality
             )
-        case _:
+        case _Cleared():
             return Cleared()
+        case _:
+            return None
 
 
-DIALECT = Dialect("map", _decode)
+def _stored(raw: _Stored) -> Stored:
+    tokens = read_tokens(raw.token_ids)
+    if raw.lookahead_token_ids is not None:
+        if raw.block_size < 1:
+            raise RejectedError("no_blocks")
+        tokens = with_lookahead(tokens, raw.lookahead_token_ids, raw.block_size)
+    return normalise.stored(
+        hashes=raw.block_hashes,
+        parent=raw.parent_block_hash,
+        tokens=tokens,
+        block_size=raw.block_size,
+        medium=raw.medium,
+        lora_id=raw.lora_id,
+        lora_name=raw.lora_name,
+        salt=raw.cache_salt,
+        content=BlockContent(raw.extra_keys, raw.mm_keys, raw.block_mm_infos),
+        group=raw.group_idx,
+        kind=raw.kv_cache_spec_kind,
+        locality=raw.locality,
+    )

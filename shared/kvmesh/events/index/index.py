@@ -10,13 +10,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmesh.events.index.residency import Residency
+from kvmesh.events.index.residency import Residency, block_identities
 from kvmesh.events.index.scope import DEFAULT_TENANT, Scope, Source, salts_on_the_wire
 from kvmesh.events.index.search import bits, device_reach, tier_reach
 from kvmesh.events.index.statistics import BLOCK_BYTES, RESIDENCY_BYTES, IndexStatistics
 from kvmesh.events.index.tree import Forest, Tree
 from kvmesh.events.records import Cleared, EventRecord, LoraKey, Tier
-from kvmesh.hashing import TokenIds, local_hashes, sequence_hashes
+from kvmesh.hashing import TokenIds, sequence_hashes
 from kvmesh.protocol.match import WorkerMatch
 
 __all__ = ["DumpedBlock", "PrefixIndex"]
@@ -169,7 +169,7 @@ class PrefixIndex:
         """
         found: dict[int, _Found] = {}
         for tree in self._trees(Scope(model, tenant, lora), cache_salt, block_size):
-            prefixes = sequence_hashes(local_hashes(token_ids, tree.block_size))
+            prefixes = sequence_hashes(block_identities(token_ids, tree.block_size, tree.lookahead))
             self._search(tree, prefixes, found)
         return self._answer(found)
 
@@ -183,10 +183,14 @@ class PrefixIndex:
         cache_salt: str | None = None,
         block_size: int | None = None,
     ) -> list[WorkerMatch]:
-        """As :meth:`match`, for a prompt given by the rolling XXH3 hashes of its blocks: uint64 ``[n]``."""
+        """As :meth:`match`, for a prompt given by the rolling XXH3 hashes of its blocks: uint64 ``[n]``.
+
+        Workers that tell blocks apart by what follows them (:attr:`Stored.lookahead`) are not found this way.
+        """
         found: dict[int, _Found] = {}
         for tree in self._trees(Scope(model, tenant, lora), cache_salt, block_size):
-            self._search(tree, prefix_hashes, found)
+            if not tree.lookahead:
+                self._search(tree, prefix_hashes, found)
         return self._answer(found)
 
     def dump(self, source: Source) -> Iterator[DumpedBlock]:

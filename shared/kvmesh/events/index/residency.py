@@ -15,9 +15,9 @@ from kvmesh.events.index.scope import Scope, Source
 from kvmesh.events.index.statistics import IndexStatistics
 from kvmesh.events.index.tree import Forest, Node, Tree
 from kvmesh.events.records import Removed, Stored, Tier
-from kvmesh.hashing import local_hashes, sequence_hashes
+from kvmesh.hashing import TokenIds, local_hashes, sequence_hashes
 
-__all__ = ["ADMITTED_KINDS", "Residency"]
+__all__ = ["ADMITTED_KINDS", "Residency", "block_identities"]
 
 ADMITTED_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 """Groups whose blocks mean that a prefix can be reused; those of windows and recurrent states do not."""
@@ -120,8 +120,8 @@ class Residency:
                 statistics.dropped_orphan_blocks_total += self._orphans.park(record.parent, record)
                 return False
         if parent is None:
-            tree = self._forest.grow(self._scope(record), record.block_size)
-        elif parent.tree.block_size == record.block_size:
+            tree = self._forest.grow(self._scope(record), record.block_size, record.lookahead)
+        elif (parent.tree.block_size, parent.tree.lookahead) == (record.block_size, record.lookahead):
             tree = parent.tree
         else:
             statistics.block_size_changes_total += 1
@@ -271,8 +271,13 @@ class Residency:
         return parent == _ROOT_ZERO and self._zero_is_root
 
     def _scope(self, record: Stored) -> Scope:
-        lora = self.base.lora if record.lora is None else record.lora
-        return self.base._replace(lora=lora, salt=self.base.salt if record.salt is None else record.salt)
+        base = self.base
+        return Scope(
+            base.model if record.model is None else record.model,
+            base.tenant if record.tenant is None else record.tenant,
+            base.lora if record.lora is None else record.lora,
+            base.salt if record.salt is None else record.salt,
+        )
 
     def _add_twin(self, tier: Tier, node: Node) -> None:
         self._twins[tier, node] = self._twins.get((tier, node), 0) + 1
@@ -300,9 +305,25 @@ class Residency:
             node.disk &= ~self.bit
 
 
+def block_identities(token_ids: TokenIds, block_size: int, lookahead: int) -> NDArray[np.uint64]:
+    """Local hashes of blocks whose identity includes ``lookahead`` tokens after them: uint64 ``[blocks]``.
+
+    Args:
+        token_ids: int32 ``[n]``; blocks that end less than ``lookahead`` before the end are left out.
+        block_size: tokens per block.
+        lookahead: 0: the blocks are their tokens alone.
+    """
+    if not lookahead:
+        return local_hashes(token_ids, block_size)
+    if len(token_ids) < block_size + lookahead:
+        return np.empty(0, dtype=np.uint64)
+    windows = np.lib.stride_tricks.sliding_window_view(token_ids, block_size + lookahead)[::block_size]
+    return local_hashes(np.ascontiguousarray(windows).reshape(-1), block_size + lookahead)
+
+
 def _identities(record: Stored) -> NDArray[np.uint64]:
     """The local hash of each block, with its extra keys mixed in: such blocks are equal only with equal keys."""
-    local = local_hashes(record.token_ids, record.block_size)
+    local = block_identities(record.token_ids, record.block_size, record.lookahead)
     for i, keys in enumerate(record.extra_keys or ()):
         if keys is not None and i < len(local):
             local[i] = _mixed(int(local[i]), keys)

@@ -78,11 +78,13 @@ class Node(msgspec.Struct, gc=False, eq=False):
 
 
 class Tree:
-    """The blocks of one scope and block size."""
+    """The blocks of one scope, block size and lookahead."""
 
-    def __init__(self, scope: Scope, block_size: int) -> None:
+    def __init__(self, scope: Scope, block_size: int, lookahead: int = 0) -> None:
         self.scope = scope
         self.block_size = block_size
+        self.lookahead = lookahead
+        """How many tokens after a block are part of its identity."""
         self.nodes: dict[int, Node] = {}
         """By prefix hash. A node that nobody holds stays for as long as there are nodes below it."""
 
@@ -115,10 +117,10 @@ class Tree:
 
 
 class Forest:
-    """The trees, by scope and block size; an empty one is not kept."""
+    """The trees, by scope, block size and lookahead; an empty one is not kept."""
 
     def __init__(self) -> None:
-        self._trees: dict[Scope, dict[int, Tree]] = {}
+        self._trees: dict[Scope, dict[tuple[int, int], Tree]] = {}
         self.num_blocks = 0
         """Nodes in all trees; kept by whoever adds to them."""
 
@@ -128,15 +130,15 @@ class Forest:
             yield from sizes.values()
 
     def of(self, scope: Scope) -> list[Tree]:
-        """The trees of a scope, one for each block size in use."""
+        """The trees of a scope, one for each block size and lookahead in use."""
         return list(self._trees.get(scope, {}).values())
 
-    def grow(self, scope: Scope, block_size: int) -> Tree:
-        """The tree of a scope and block size, new if need be."""
+    def grow(self, scope: Scope, block_size: int, lookahead: int) -> Tree:
+        """The tree of a scope, block size and lookahead, new if need be."""
         sizes = self._trees.setdefault(scope, {})
-        tree = sizes.get(block_size)
+        tree = sizes.get((block_size, lookahead))
         if tree is None:
-            tree = sizes[block_size] = Tree(scope, block_size)
+            tree = sizes[block_size, lookahead] = Tree(scope, block_size, lookahead)
         return tree
 
     def prune(self, node: Node) -> None:
@@ -147,7 +149,7 @@ class Forest:
         self.num_blocks -= before - len(tree.nodes)
         if not tree.nodes:
             sizes = self._trees[tree.scope]
-            del sizes[tree.block_size]
+            del sizes[tree.block_size, tree.lookahead]
             if not sizes:
                 del self._trees[tree.scope]
 
