@@ -17,6 +17,7 @@ ARGS ?=
 BENCH ?= *
 PEERS ?= $(HOME)/.cache/kvmesh-peers
 STORM ?= 2000,4
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 COMMA := ,
@@ -47,6 +48,7 @@ help: ## Show this help
 	@echo "              docs/transfer-backends.md)"
 	@echo "  ARGS        arguments for 'kvmesh up', pytest or a benchmark: make up ARGS='--generation 2'"
 	@echo "  PEERS       where other projects' code is set up (now: $(PEERS))"
+	@echo "  JOBS        processes that run tests at the same time (now: $(JOBS)); 0 runs them in one"
 	@echo "  STORM       streams and rounds of cancel-storm (now: $(STORM))"
 	@echo "  BENCH       one benchmark of benchmarks/ instead of all: make bench BENCH=engine"
 
@@ -56,8 +58,9 @@ up: $(ENGINE) ## Set up and start a mesh in the foreground; Ctrl-C stops it
 down: ## Stop the mesh that runs in the background
 	@if [ -x $(BIN)/kvmesh ]; then exec $(BIN)/kvmesh down; else echo "no environment in $(VENV): nothing to stop with"; fi
 
+# Files go whole to a process, in their order: those that start servers come first, quick ones fill the gaps.
 test: $(DEV) ## Set up and run the tests
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 soak-cache: $(DEV) ## Run the random test of the KV cache, a million steps instead of 20 000
 	@KVMESH_SOAK=50 $(BIN)/python -m pytest tests/unit/cache/test_model.py $(ARGS)
