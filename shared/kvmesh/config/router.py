@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from kvmesh.config.curve import CurveSettings
 from kvmesh.config.endpoints import HttpUrl, HttpUrls, Port, ZmqEndpoint
 from kvmesh.config.routing import KvCacheAwarePolicy, RoutingPolicy
 from kvmesh.config.service import DEFAULT_MODEL, Seconds, TracedSettings
@@ -38,6 +39,8 @@ class RouterSettings(TracedSettings):
     """HTTP face of the KV event indexer."""
     indexer_match_endpoint: ZmqEndpoint | None = None
     """Match service of the indexer; unset: prefixes are not matched."""
+    curve: CurveSettings = Field(default_factory=CurveSettings)
+    """Encryption of the ZeroMQ sockets: the questions to the indexer."""
     match_timeout_ms: Annotated[int, Field(gt=0)] = 50
     """Longest wait in milliseconds for a match; a request then goes on without one."""
     context_router: RoutingPolicy = Field(default_factory=KvCacheAwarePolicy)

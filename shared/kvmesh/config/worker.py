@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from kvmesh.config.base import StrictModel
 from kvmesh.config.cache_transceiver import CacheTransceiverConfig
+from kvmesh.config.curve import CurveSettings
 from kvmesh.config.endpoints import HttpUrls, Port
 from kvmesh.config.kv_cache import KvCacheConfig
 from kvmesh.config.service import DEFAULT_MODEL, Seconds, TracedSettings
@@ -99,6 +100,8 @@ class WorkerSettings(TracedSettings):
     """The KV cache transfer between servers."""
     events: EventWireSettings = Field(default_factory=EventWireSettings)
     """The wire format of streamed KV events."""
+    curve: CurveSettings = Field(default_factory=CurveSettings)
+    """Encryption of the ZeroMQ sockets of KV events."""
     tensor_parallel_size: Annotated[int, Field(gt=0)] = 1
     """Tensor-parallel ranks: processes that share the heads and columns of every layer (CPU only)."""
     pipeline_parallel_size: Annotated[int, Field(gt=0)] = 1

@@ -12,11 +12,13 @@ from kvmesh.events.buffered import BufferedSink, Envelope
 from kvmesh.events.endpoints import EndpointError, rank_endpoint
 from kvmesh.events.gather import EventGatherer
 from kvmesh.events.names import EventHashAlgo, block_names, effective_event_algo
+from kvmesh.events.published import PublishedSet
 from kvmesh.events.publisher import NullPublisher, ZmqPublisher
 from kvmesh.events.sink import StreamSink
 from kvmesh.events.source import BufferedSource, EventSource, StreamSource
 from kvmesh.events.target import target_group
 from kvmesh.net.clock import Clock
+from kvmesh.net.curve import CurveSecurity
 from kvmesh.telemetry import get_logger
 
 __all__ = ["EventOrigin", "create_event_source"]
@@ -53,6 +55,7 @@ def create_event_source(settings: WorkerSettings, origin: EventOrigin, clock: Cl
 
     Raises:
         EndpointError: the endpoints cannot work.
+        ConfigError: a key of the sockets cannot be used.
         NoTargetGroupError: the model has no layer group whose blocks can be streamed.
     """
     cache = settings.kv_cache_config
@@ -73,13 +76,15 @@ def create_event_source(settings: WorkerSettings, origin: EventOrigin, clock: Cl
 
 
 def _stream(settings: WorkerSettings, config: KVEventsConfig, origin: EventOrigin, algo: EventHashAlgo) -> EventSource:
+    published = None if config.publisher == "null" else PublishedSet()
     sink = StreamSink(
         origin.layout.tokens_per_block,
         target_group(origin.layout.groups),
         signed=settings.events.hash_sign == "signed",
         tier_moves=settings.events.tier_moves,
+        published=published,
     )
-    if config.publisher == "null":
+    if published is None:
         return StreamSource(algo, sink, NullPublisher())
     problems = event_port_problems(
         config.endpoint, config.replay_endpoint, ranks_per_host=origin.world_size, world_size=origin.world_size
@@ -96,6 +101,8 @@ def _stream(settings: WorkerSettings, config: KVEventsConfig, origin: EventOrigi
         buffer_steps=config.buffer_steps,
         data_parallel_rank=origin.rank,
         encoding=settings.events.event_encoding,
+        published=published,
+        security=CurveSecurity.load(settings.curve),
     )
     return StreamSource(algo, sink, publisher)
 

@@ -1,21 +1,25 @@
 """Collects what one engine step changed in the cache, as the streamed events that others will read.
 
 Only full blocks of one layer group are told. What is told to be stored is told to be removed, exactly once; removals
-are never dropped. Nothing is kept for a told block: the cache itself removes each block once, and only those that were
-left out are remembered.
+are never dropped. Nothing is kept for a told block, apart from what the digests need of those with an adapter or a salt
+(``published``): the cache itself removes each block once, and only those that were left out are remembered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvmesh.cache.events import StoredBlocks
 from kvmesh.events.encoding import PackedTokens
+from kvmesh.events.published import PublishedSet
+from kvmesh.events.records import Tier
 from kvmesh.events.target import FULL_ATTENTION, TargetGroup
-from kvmesh.hashing import ReuseScope, TokenIds, signed_wire_hash, wire_hash, wire_hashes
+from kvmesh.hashing import ReuseScope, TokenIds, wire_numbers
 from kvmesh.protocol.events import BlockRemoved, BlockStored, KvEvent
 
 __all__ = ["DEFAULT_MAX_STORED_BLOCKS", "SinkStatistics", "StreamSink", "TierMoves"]
@@ -25,8 +29,14 @@ DEFAULT_MAX_STORED_BLOCKS = 50_000
 
 TierMoves = Literal["publish", "device_only"]
 
-_MEDIA = {"gpu": "GPU", "host": "CPU", "disk": "DISK"}
-_DEVICE = "GPU"
+
+class _Medium(NamedTuple):
+    name: str
+    tier: Tier
+
+
+_DEVICE = _Medium("GPU", Tier.DEVICE)
+_MEDIA = {"gpu": _DEVICE, "host": _Medium("CPU", Tier.HOST), "disk": _Medium("DISK", Tier.DISK)}
 
 
 class SinkStatistics(msgspec.Struct):
@@ -64,6 +74,7 @@ class StreamSink:
         tier_moves: ``publish``: a block that moves is told to be stored in its new medium, then removed from the old
             one. ``device_only``: moves are silent, everything is told to be in device memory until it is gone.
         max_stored_blocks: per step.
+        published: where the digests of what is told are kept, if anywhere.
     """
 
     def __init__(
@@ -74,14 +85,15 @@ class StreamSink:
         signed: bool = False,
         tier_moves: TierMoves = "publish",
         max_stored_blocks: int = DEFAULT_MAX_STORED_BLOCKS,
+        published: PublishedSet | None = None,
     ) -> None:
         self._tokens_per_block = tokens_per_block
         self._target = target
         self._signed = signed
-        self._hash = signed_wire_hash if signed else wire_hash
         self._publish_moves = tier_moves == "publish"
         self._max_stored_blocks = max_stored_blocks
-        self._media: list[str] = [_DEVICE]
+        self._published = published
+        self._media = [_DEVICE]
         self._untold: set[bytes] = set()
         """Blocks of the target group that are in the cache and were left out."""
         self._pending: list[_Run | KvEvent] = []
@@ -129,13 +141,16 @@ class StreamSink:
             if not keys:
                 return
         self.statistics.removed_total += len(keys)
-        hashes, medium = wire_hashes(keys, signed=self._signed), self._media[level]
+        numbers, medium = wire_numbers(keys), self._media[level]
+        if self._published is not None:
+            self._published.removed(medium.tier, numbers)
+        hashes = self._hashes(numbers)
         last = self._pending[-1] if self._pending else None
-        if isinstance(last, BlockRemoved) and last.medium == medium:
+        if isinstance(last, BlockRemoved) and last.medium == medium.name:
             last.block_hashes += hashes
         else:
             self._moves = None
-            self._pending.append(self._removed(hashes, medium))
+            self._pending.append(self._removed(hashes, medium.name))
 
     def on_moved(self, group: int, keys: Sequence[bytes], old_level: int, new_level: int) -> None:
         """See :class:`~kvmesh.cache.events.EventSink`."""
@@ -145,13 +160,16 @@ class StreamSink:
         if not keys:
             return
         self.statistics.moved_total += len(keys)
-        hashes, old, new = wire_hashes(keys, signed=self._signed), self._media[old_level], self._media[new_level]
-        if self._moves is not None and (self._moves[0].medium, self._moves[1].medium) == (new, old):
+        numbers, old, new = wire_numbers(keys), self._media[old_level], self._media[new_level]
+        if self._published is not None:
+            self._published.moved(old.tier, new.tier, numbers)
+        hashes = self._hashes(numbers)
+        if self._moves is not None and (self._moves[0].medium, self._moves[1].medium) == (new.name, old.name):
             self._moves[0].block_hashes += hashes
             self._moves[1].block_hashes += hashes
             return
         # Readers know these hashes: no tokens means that what they stand for is in another medium now.
-        self._moves = (self._stored(hashes, None, [], new), self._removed(list(hashes), old))
+        self._moves = (self._stored(hashes, None, [], new.name), self._removed(list(hashes), old.name))
         self._pending += self._moves
 
     def on_priority(self, group: int, keys: Sequence[bytes], old: int, new: int) -> None:
@@ -171,18 +189,25 @@ class StreamSink:
             return keys
         return [key for key in keys if key not in self._untold]
 
+    def _hashes(self, numbers: NDArray[np.uint64]) -> list[int]:
+        hashes: list[int] = (numbers.view(np.int64) if self._signed else numbers).tolist()
+        return hashes
+
     def _tell_stored(
-        self, scope: ReuseScope, parent_key: bytes | None, keys: Sequence[bytes], token_ids: TokenIds, medium: str
+        self, scope: ReuseScope, parent_key: bytes | None, keys: Sequence[bytes], token_ids: TokenIds, medium: _Medium
     ) -> None:
-        hashes = wire_hashes(keys, signed=self._signed)
-        parent = None if parent_key is None else self._hash(parent_key)
+        numbers = wire_numbers(keys)
+        if self._published is not None:
+            self._published.stored(medium.tier, scope, numbers)
+        hashes = self._hashes(numbers)
+        parent = None if parent_key is None else self._hashes(wire_numbers([parent_key]))[0]
         last = self._pending[-1] if self._pending else None
-        if isinstance(last, _Run) and last.hashes[-1] == parent and last.medium == medium:
+        if isinstance(last, _Run) and last.hashes[-1] == parent and last.medium == medium.name:
             last.hashes += hashes
             last.token_ids.append(token_ids)
             return
         self._moves = None
-        self._pending.append(_Run(scope, parent, medium, hashes, [token_ids]))
+        self._pending.append(_Run(scope, parent, medium.name, hashes, [token_ids]))
 
     def _chain(self, run: _Run) -> BlockStored:
         event = self._stored(run.hashes, run.parent, PackedTokens(run.token_ids), run.medium)

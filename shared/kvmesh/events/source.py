@@ -21,7 +21,7 @@ class EventStatistics(msgspec.Struct):
     published_total: int = 0
     """Batches sent to subscribers."""
     dropped_total: int = 0
-    """Batches that were not, because the queue was full."""
+    """Batches that were not: the queue was full, or they could not be sent."""
     blocks_stored_total: int = 0
     blocks_removed_total: int = 0
     blocks_moved_total: int = 0
@@ -132,7 +132,7 @@ class StreamSource(EventSource):
         sent, told = self._publisher.statistics(), self._sink.statistics
         return EventStatistics(
             published_total=sent.published_total,
-            dropped_total=sent.dropped_total,
+            dropped_total=sent.dropped_total + sent.send_failures_total,
             blocks_stored_total=told.stored_total,
             blocks_removed_total=told.removed_total,
             blocks_moved_total=told.moved_total,

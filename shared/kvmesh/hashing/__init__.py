@@ -18,6 +18,7 @@ from kvmesh.hashing.v2 import (
     v2_partial_key,
     wire_hash,
     wire_hashes,
+    wire_numbers,
 )
 
 __all__ = [
@@ -38,4 +39,5 @@ __all__ = [
     "v2_root",
     "wire_hash",
     "wire_hashes",
+    "wire_numbers",
 ]

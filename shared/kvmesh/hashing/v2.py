@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvmesh.hashing.tokens import TokenIds
 from kvmesh.kernels import _native
@@ -16,6 +17,7 @@ __all__ = [
     "v2_partial_key",
     "wire_hash",
     "wire_hashes",
+    "wire_numbers",
 ]
 
 _HASH_BYTES = 8
@@ -56,8 +58,14 @@ def signed_wire_hash(key: bytes) -> int:
 
 def wire_hashes(keys: Sequence[bytes], *, signed: bool = False) -> list[int]:
     """:func:`wire_hash` (or :func:`signed_wire_hash`) of many keys of one length, a multiple of 8 bytes."""
-    if not keys:
-        return []
-    numbers = np.frombuffer(b"".join(keys), dtype=">i8" if signed else ">u8")
-    hashes: list[int] = numbers[:: len(keys[0]) // _HASH_BYTES].tolist()
+    numbers = wire_numbers(keys)
+    hashes: list[int] = (numbers.view(np.int64) if signed else numbers).tolist()
     return hashes
+
+
+def wire_numbers(keys: Sequence[bytes]) -> NDArray[np.uint64]:
+    """:func:`wire_hash` of many keys of one length, a multiple of 8 bytes: ``[n]``."""
+    if not keys:
+        return np.empty(0, np.uint64)
+    words = np.frombuffer(b"".join(keys), dtype=">u8")
+    return words[:: len(keys[0]) // _HASH_BYTES].astype(np.uint64)

@@ -2,7 +2,8 @@
 
 A cache without pages makes random but legal calls: chains of full blocks, partial leaves, blocks that their pages do
 not cover, moves between three levels, new priorities, removals of subtrees, in a full and a windowed layer group. The
-index reads the stream and must hold in each tier exactly what was told.
+index reads the stream and must hold in each tier exactly what was told. The digests of what is published are the plain
+sums over it, in every tier and scope, whether its batches arrive or not.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from kvmesh.cache.events import StoredBlocks
 from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
 from kvmesh.events.decoding import decode_batch
+from kvmesh.events.digests import Digest, DigestKey, digest_of
 from kvmesh.events.encoding import EventEncoding, encode_batch
 from kvmesh.events.index import PrefixIndex
 from kvmesh.events.index.scope import Source
+from kvmesh.events.published import NOTHING_PUBLISHED, PublishedSet
 from kvmesh.events.records import Tier
 from kvmesh.events.sink import StreamSink
 from kvmesh.events.target import target_group
@@ -56,6 +59,10 @@ class Cache(RuleBasedStateMachine):
     )
     def begin(self, algo: str, tier_moves: str, cap: int, encoding: EventEncoding) -> None:
         self.encoding = encoding
+        self.published = PublishedSet()
+        assert self.published.answer() == (NOTHING_PUBLISHED, {})
+        self.scopes: dict[int, ReuseScope] = {}
+        self.sequence = 0
         self.index = PrefixIndex()
         self.index.add(SOURCE, model="m")
         layers = tuple(
@@ -69,6 +76,7 @@ class Cache(RuleBasedStateMachine):
             target_group(layout.groups),
             tier_moves=tier_moves,  # type: ignore[arg-type]
             max_stored_blocks=cap,
+            published=self.published,
         )
         self.events.on_created(LEVELS, [(9, 9, 9) for _ in GROUPS])
 
@@ -87,6 +95,7 @@ class Cache(RuleBasedStateMachine):
             known = self.blocks.get(block.key)
             if known is None:
                 self.blocks[block.key] = block
+                self.scopes[int.from_bytes(block.key[:8], "big")] = scope
                 run.append(block)
             elif run:
                 raise AssertionError("what continues a new block is new")
@@ -155,7 +164,11 @@ class Cache(RuleBasedStateMachine):
 
     @rule()
     def step(self) -> None:
-        batch = decode_batch(encode_batch(EventBatch(0.0, self.events.step(), 0), self.encoding))
+        events = self.events.step()
+        self.published.commit(self.sequence)
+        assert self.published.answer() == (self.sequence, self.plain_sums())
+        self.sequence += 1
+        batch = decode_batch(encode_batch(EventBatch(0.0, events, 0), self.encoding))
         assert not batch.rejected
         self.index.apply(SOURCE, batch.records)
         held: dict[Tier, int] = dict.fromkeys(Tier, 0)
@@ -166,12 +179,23 @@ class Cache(RuleBasedStateMachine):
         assert not self.index.statistics().orphan_blocks_total
         assert not self.index.statistics().unknown_moves_total
 
+    def plain_sums(self) -> dict[DigestKey, Digest]:
+        told: dict[DigestKey, list[int]] = {}
+        for number, media in self.events.stream.media.items():
+            scope = self.scopes[number]
+            salt = None if scope.salt is None else str(scope.salt)
+            for medium in media:
+                tier = {"GPU": Tier.DEVICE, "CPU": Tier.HOST, "DISK": Tier.DISK}[str(medium)]
+                told.setdefault(DigestKey(tier, scope.lora_id, salt), []).append(number)
+        return {key: digest_of(numbers) for key, numbers in told.items()}
+
     def teardown(self) -> None:
         if hasattr(self, "events"):
             for block in list(self.blocks.values()):
                 if block.parent is None:
                     self.remove(block)
             self.step()
+            assert self.published.answer().digests == {}
             self.events.finish()
 
 

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
+from structlog.testing import capture_logs
 
 from kvmesh.cache.events import StoredBlocks
+from kvmesh.events.digests import DigestAnswer, DigestKey, digest_of, parse_answer
 from kvmesh.events.encoding import encode_batch
 from kvmesh.events.endpoints import EndpointError, rank_endpoint
+from kvmesh.events.published import PublishedSet
 from kvmesh.events.publisher import NullPublisher, ZmqPublisher
+from kvmesh.events.records import Tier
 from kvmesh.events.sink import StreamSink
 from kvmesh.events.target import TargetGroup
-from kvmesh.net.faults import injected
+from kvmesh.hashing import ReuseScope
+from kvmesh.net.faults import FaultInjectedError, injected
 from kvmesh.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 
 LOOPBACK = "tcp://127.0.0.1:*"
@@ -29,12 +38,13 @@ def stored(*hashes: int) -> BlockStored:
 
 
 @contextmanager
-def reader(kind: int, endpoint: str | None) -> Iterator[zmq.Socket[bytes]]:
+def reader(kind: int, endpoint: str | None, *, rcvhwm: int = 1000) -> Iterator[zmq.Socket[bytes]]:
     assert endpoint is not None
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(kind)
     socket.linger = 0
     socket.rcvtimeo = TIMEOUT_MS
+    socket.rcvhwm = rcvhwm
     socket.connect(endpoint)
     try:
         yield socket
@@ -302,3 +312,217 @@ def test_rank_endpoints(endpoint: str, rank: int, expected: str) -> None:
 def test_impossible_endpoints(endpoint: str, rank: int) -> None:
     with pytest.raises(EndpointError):
         rank_endpoint(endpoint, rank)
+
+
+def ask_digest(publisher: ZmqPublisher) -> DigestAnswer | None:
+    with reader(zmq.DEALER, publisher.replay_endpoint) as socket:
+        socket.send_multipart([b"", b"digest"])
+        return parse_answer(socket.recv_multipart())
+
+
+def test_digests_cover_every_batch_that_has_a_number_also_dropped_ones() -> None:
+    published = PublishedSet()
+    sending, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        sending.set()
+        assert go_on.wait(5)
+
+    def store(*numbers: int) -> bool:
+        published.stored(Tier.DEVICE, ReuseScope(), np.array(numbers, np.uint64))
+        return publisher.publish([stored(*numbers)])
+
+    with publishing(max_queue_size=1, published=published) as publisher:
+        assert ask_digest(publisher) == (2**64 - 1, {})
+        with injected("events.before_send", hold):
+            assert store(1)
+            assert sending.wait(5)
+            assert store(2)
+            assert not store(3, 4)
+            go_on.set()
+            drained(publisher, 2)
+        assert ask_digest(publisher) == (2, {DigestKey(Tier.DEVICE): digest_of([1, 2, 3, 4])})
+        assert publisher.statistics().digests_total == 2
+        assert replay(publisher, 0) == [0, 1, -1]
+
+
+def test_without_digests_the_request_is_ignored() -> None:
+    with publishing() as publisher, reader(zmq.DEALER, publisher.replay_endpoint) as socket:
+        socket.send_multipart([b"", b"digest"])
+        socket.rcvtimeo = 100
+        with pytest.raises(zmq.Again):
+            socket.recv_multipart()
+        assert publisher.statistics().malformed_requests_total == 1
+
+
+def test_a_dropped_batch_is_warned_of_at_powers_of_two() -> None:
+    publisher = ZmqPublisher(LOOPBACK)
+    with capture_logs() as logs:
+        for number in range(9):
+            assert not publisher.publish([stored(number)])
+    assert [line["dropped"] for line in logs] == [1, 2, 4, 8]
+
+
+def test_removals_of_a_dropped_batch_come_with_the_next_one() -> None:
+    """§4.3: removals are never dropped. The hole stays; what it took back is taken back after it."""
+    sending, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        sending.set()
+        assert go_on.wait(5)
+
+    with publishing(max_queue_size=1) as publisher:
+        with injected("events.before_send", hold):
+            publisher.publish([stored(0)])
+            assert sending.wait(5)
+            publisher.publish([stored(1)])
+            assert not publisher.publish([BlockRemoved(block_hashes=[0, 1]), stored(2)])
+            go_on.set()
+            drained(publisher, 2)
+        publisher.publish([stored(3)])
+        drained(publisher, 3)
+        assert events_of(publisher, 3) == [("BlockRemoved", [0, 1]), ("BlockStored", [3])]
+
+
+def events_of(publisher: ZmqPublisher, start: int) -> list[tuple[str, list[int]]]:
+    """Of the first batch of a replay."""
+    with reader(zmq.DEALER, publisher.replay_endpoint) as socket:
+        socket.send_multipart([b"", start.to_bytes(8, "big")])
+        _, _, sequence, payload = socket.recv_multipart()
+    assert int.from_bytes(sequence, "big") == start
+    return [(event["type"], event["block_hashes"]) for event in msgspec.msgpack.decode(payload)[1]]
+
+
+def test_a_stopping_publisher_tells_what_it_owes() -> None:
+    """An idle engine that stops still sends its removals, although the queue was full when they came."""
+    sending, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        sending.set()
+        assert go_on.wait(5)
+
+    publisher = ZmqPublisher(LOOPBACK, max_queue_size=1)
+    publisher.start()
+    with reader(zmq.SUB, publisher.endpoint) as socket:
+        number = subscribe(socket, publisher)
+        with injected("events.before_send", hold):
+            publisher.publish([stored(0)])
+            assert sending.wait(5)
+            publisher.publish([stored(1)])
+            assert not publisher.publish([BlockRemoved(block_hashes=[0, 1])])
+            go_on.set()
+            publisher.shutdown()
+        messages = [socket.recv_multipart() for _ in range(3)]
+    assert [int.from_bytes(sequence, "big") for _, sequence, _ in messages] == [number, number + 1, number + 3]
+    assert msgspec.msgpack.decode(messages[-1][2])[1][0]["block_hashes"] == [0, 1]
+
+
+@pytest.mark.parametrize("error", [zmq.ZMQError(zmq.EAGAIN), FaultInjectedError("x")])
+def test_a_batch_that_cannot_be_sent_leaves_a_hole_and_its_removals_follow(error: Exception) -> None:
+    """§4.3: send failure = hole; replays have only what was sent."""
+
+    def fail() -> None:
+        raise error
+
+    with publishing() as publisher:
+        with injected("events.before_send", fail):
+            assert publisher.publish([stored(0), BlockRemoved(block_hashes=[7])])
+            until(lambda: publisher.statistics().send_failures_total == 1)
+        publisher.publish([stored(1)])
+        drained(publisher, 1)
+        assert replay(publisher, 0) == [1, -1]
+        assert events_of(publisher, 1) == [("BlockRemoved", [7]), ("BlockStored", [1])]
+
+
+def test_a_batch_that_cannot_be_encoded_ends_nothing() -> None:
+    with publishing() as publisher:
+        publisher.publish([stored(2**64)])
+        publisher.publish([stored(1)])
+        drained(publisher, 1)
+        assert publisher.statistics().send_failures_total == 1
+        assert replay(publisher, 0) == [1, -1]
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait, bounded, for what the background thread does."""
+    tick = threading.Event()
+    for _ in range(500):
+        if holds():
+            return
+        tick.wait(0.01)
+    raise AssertionError("it did not happen")
+
+
+def test_the_highest_number_is_reserved_for_the_end_of_replays() -> None:
+    """§2.6: 2^64-1 is never a batch's."""
+    with publishing() as publisher:
+        publisher._sequence = 2**64 - 2
+        publisher.publish([stored(0)])
+        publisher.publish([stored(1)])
+        drained(publisher, 2)
+        assert replay(publisher, 0) == [-2, 0, -1]
+
+
+def test_a_queue_that_never_empties_does_not_keep_a_replay_waiting() -> None:
+    """§4.3: replays are answered between sends."""
+    with publishing() as publisher:
+        sent = threading.Event()
+
+        def feed() -> None:
+            # Two come for each that goes, until the replay has been answered.
+            if not sent.is_set() and publisher.statistics().published_total < 20_000:
+                publisher.publish([stored(0)])
+                publisher.publish([stored(1)])
+
+        with injected("events.before_send", feed):
+            publisher.publish([stored(2)])
+            with reader(zmq.DEALER, publisher.replay_endpoint) as socket:
+                socket.send_multipart([b"", (2**64 - 2).to_bytes(8, "big")])
+                assert socket.recv_multipart()[2] == b"\xff" * 8
+            assert publisher.statistics().queued > 0
+            sent.set()
+
+
+def test_a_subscriber_that_does_not_read_costs_it_messages_and_nobody_else() -> None:
+    """§2c hwm: messages beyond the mark are dropped for that reader, who sees the gap; all are kept for replay."""
+    batches, payload = 300, [stored(*range(2**40, 2**40 + 10_000))]  # 40 MB, more than the sockets' buffers hold
+    with publishing(hwm=2) as publisher, reader(zmq.SUB, publisher.endpoint, rcvhwm=1) as socket:
+        first = subscribe(socket, publisher)
+        for _ in range(batches):
+            publisher.publish(payload)
+        drained(publisher, first + batches)
+        assert replay(publisher, first) == [*range(first, first + batches), -1]
+        got = []
+        socket.rcvtimeo = 200
+        with contextlib.suppress(zmq.Again):
+            while True:
+                got.append(int.from_bytes(socket.recv_multipart()[1], "big"))
+        assert len(got) < batches
+
+
+@pytest.mark.parametrize("transport", ["ipc", "inproc"])
+def test_other_transports(transport: str, tmp_path: Path) -> None:
+    """§4.3: tcp, ipc and inproc; the stream always binds."""
+    stem = f"ipc://{tmp_path}/kv" if transport == "ipc" else f"inproc://{uuid.uuid4()}"
+    publisher = ZmqPublisher(stem, f"{stem}-replay")
+    publisher.start()
+    try:
+        assert (publisher.endpoint, publisher.replay_endpoint) == (stem, f"{stem}-replay")
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance() if transport == "inproc" else zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.linger, socket.rcvtimeo = 0, TIMEOUT_MS
+        socket.connect(f"{stem}-replay")
+        socket.send_multipart([b"", bytes(8)])
+        assert socket.recv_multipart() == [b"", b"", b"\xff" * 8, b""]
+        socket.close()
+        if transport == "ipc":
+            context.term()
+    finally:
+        publisher.shutdown()
+
+
+def test_a_topic_is_text() -> None:
+    with publishing(topic="kv-ü", topic_model="m") as publisher, reader(zmq.SUB, publisher.endpoint) as socket:
+        subscribe(socket, publisher)
+        publisher.publish([stored(1)])
+        assert socket.recv_multipart()[0].decode() == "kv-ü", "the configured topic wins"

@@ -18,6 +18,7 @@ from kvmesh.hashing import (
     v2_root,
     wire_hash,
     wire_hashes,
+    wire_numbers,
 )
 
 A = as_token_ids([1, 2, 3, 4])
@@ -76,6 +77,8 @@ def test_v2_wire_hashes() -> None:
     assert wire_hashes([KEY_A, KEY_B]) == [wire_hash(KEY_A), wire_hash(KEY_B)]
     assert wire_hashes([KEY_A, KEY_B], signed=True) == [signed_wire_hash(KEY_A), signed_wire_hash(KEY_B)]
     assert wire_hashes([]) == []
+    assert wire_numbers([KEY_A, KEY_B]).tolist() == wire_hashes([KEY_A, KEY_B])
+    assert wire_numbers([]).tolist() == []
     assert wire_hashes([KEY_A[:8], KEY_B[:8]]) == wire_hashes([KEY_A, KEY_B]), "V1 keys have 8 bytes"
 
 
