@@ -25,6 +25,8 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         root = Path(self.root)
         build = _load_build_module(root / "gpu_kernels" / "kvmesh" / "kernels" / "build.py")
         built: list[Path] = build.build_cpu()
+        if build.CUDA_LIBRARY.is_file():  # built by hand before: it needs nvcc
+            built.append(build.CUDA_LIBRARY)
         build_data["pure_python"] = False
         build_data["infer_tag"] = True
         build_data["artifacts"] += [f"/{path.relative_to(root.resolve()).as_posix()}" for path in built]

@@ -40,6 +40,7 @@ COMMANDS = {
     "chat": Command("kvmesh.cli.chat", "talk to the model in the terminal"),
     "bench": Command("kvmesh.cli.bench.command", "measure a mesh under load"),
     "events": Command("kvmesh.cli.events", "follow the KV cache events"),
+    "health": Command("kvmesh.cli.health", "ask one service whether it is well"),
     "model": Command("kvmesh.cli.model", "fetch, list and find models"),
     "router": Command("kvmesh.cli.services", "run a router"),
     "context": Command("kvmesh.cli.services", "run a context (prefill) server"),

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from kvmesh.cli.errors import UserError
 from kvmesh.cli.flags import add_settings_flags, load_from_flags
 from kvmesh.cli.parent import end_with_parent
+from kvmesh.cli.serving_file import Serving, write_serving
 from kvmesh.config import ConfigError, CoordinatorSettings, IndexerSettings, RouterSettings, WorkerSettings
 from kvmesh.config.errors import sentence_of
 from kvmesh.models.errors import ModelError
@@ -49,13 +50,17 @@ def run(args: argparse.Namespace) -> int:
     module = importlib.import_module(service.module)
     serve = module.run_worker if args.command == "worker" else module.run
     try:
-        serve(settings)
+        serve(settings, on_ready=lambda url: write_serving(_serving(url, settings)))
     except (ConfigError, ModelError, OSError, ExceptionGroup) as error:
         sentence = _sentence(error, getattr(settings, "port", 0))
         if sentence is None:
             raise
         raise UserError(sentence) from error
     return 0
+
+
+def _serving(url: str, settings: Any) -> Serving:
+    return Serving(url, settings.tls.ca_file, settings.tls.cert_file, settings.tls.key_file)
 
 
 def _sentence(error: Exception, port: int) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 
 from kvmesh.config import CoordinatorSettings, NotSupportedYetError
 from kvmesh.coordinator.app import CoordinatorService
@@ -45,7 +46,7 @@ def build(settings: CoordinatorSettings, clock: Clock | None = None) -> Coordina
     )
 
 
-def run(settings: CoordinatorSettings) -> None:
-    """Serve until SIGTERM or SIGINT."""
+def run(settings: CoordinatorSettings, *, on_ready: Callable[[str], None] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT; ``on_ready`` is called with the base URL once requests are taken."""
     configure_logging("coordinator", settings.log_level, settings.log_format)
-    run_service(build(settings), settings.host, settings.port)
+    run_service(build(settings), settings.host, settings.port, on_ready=on_ready)
