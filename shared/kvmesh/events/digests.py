@@ -7,14 +7,19 @@ last batch that the digests cover; a reader compares them with its own as of tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+import anyio
 import msgspec
 import numpy as np
+import zmq
 from numpy.typing import NDArray
 
+from kvmesh.events.polling import readable, receive
 from kvmesh.events.records import LoraKey, Tier
+from kvmesh.net.curve import CurveSecurity
+from kvmesh.telemetry import get_logger
 
 __all__ = [
     "DIGEST_REQUEST",
@@ -22,6 +27,8 @@ __all__ = [
     "DigestAnswer",
     "DigestError",
     "DigestKey",
+    "DigestPoller",
+    "DigestPollerStatistics",
     "answer_frames",
     "differences",
     "digest_of",
@@ -33,7 +40,14 @@ __all__ = [
 DIGEST_REQUEST = b"digest"
 """Second frame of the request and of its answer; a replay request has a number of 8 bytes there."""
 
+ANSWER_S = 1.0
+"""Who has not answered by then offers no digests, or is too busy now."""
+
+NOT_OFFERED_REST_S = 300.0
+"""Until somebody who offers no digests is asked again: another publisher may have taken his place."""
+
 _MASK = 2**64 - 1
+_log = get_logger("events.digests")
 
 
 class DigestError(ValueError):
@@ -137,6 +151,102 @@ def differences(told: Mapping[DigestKey, Digest], held: Mapping[DigestKey, Diges
         for key in told.keys() | held.keys()
         if told.get(key, empty) != held.get(key, empty)
     }
+
+
+class DigestPollerStatistics(msgspec.Struct):
+    """What one poller has been through, in requests."""
+
+    asked_total: int = 0
+    answered_total: int = 0
+    unanswered_total: int = 0
+
+
+class DigestPoller:
+    """Asks one publisher for its digests, over and over; :meth:`run` it for as long as they are wanted.
+
+    Args:
+        context: of the socket.
+        endpoint: the publisher's replay endpoint.
+        deliver: takes each answer; runs on the event loop and must not block.
+        interval_s: seconds between two requests.
+        answer_s: longest wait for an answer.
+        security: keys, where the publisher asks for some.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        deliver: Callable[[DigestAnswer], None],
+        *,
+        interval_s: float = 10.0,
+        answer_s: float = ANSWER_S,
+        security: CurveSecurity | None = None,
+    ) -> None:
+        self._context = context
+        self._endpoint = endpoint
+        self._deliver = deliver
+        self._interval_s = interval_s
+        self._answer_s = answer_s
+        self._security = security
+        self.offered: bool | None = None
+        """Whether the publisher offers digests; None: not known yet."""
+        self.statistics = DigestPollerStatistics()
+        self._connected = False
+        """Whether the last request reached a connection."""
+
+    async def run(self) -> None:
+        """Ask until cancelled."""
+        socket = self._context.socket(zmq.DEALER)
+        socket.linger = 0
+        # Without a connection a request fails at once instead of waiting for a publisher yet to come.
+        socket.immediate = True
+        try:
+            if self._security is not None:
+                self._security.apply_client(socket)
+            socket.connect(self._endpoint)
+            while True:
+                answer = await self._ask(socket)
+                if answer is not None:
+                    self.offered = True
+                    self.statistics.answered_total += 1
+                    self._deliver(answer)
+                else:
+                    self.statistics.unanswered_total += 1
+                await anyio.sleep(NOT_OFFERED_REST_S if self.offered is False else self._interval_s)
+        finally:
+            socket.close()
+
+    async def _ask(self, socket: zmq.Socket[bytes]) -> DigestAnswer | None:
+        self.statistics.asked_total += 1
+        while receive(socket) is not None:
+            pass  # Late answers: the next one is about now.
+        with anyio.move_on_after(self._answer_s) as waiting:
+            while not self._sent(socket):
+                await readable(socket)
+            while (frames := receive(socket)) is None:
+                await readable(socket)
+            try:
+                answer = parse_answer(frames)
+            except DigestError as error:
+                _log.warning("a digest is unreadable", endpoint=self._endpoint, error=str(error))
+                return None
+            if answer is None and self.offered is None:
+                self.offered = False
+            return answer
+        if waiting.cancelled_caught and self.offered is None and self._connected:
+            self.offered = False
+        return None
+
+    def _sent(self, socket: zmq.Socket[bytes]) -> bool:
+        """Whether the request could be given to a connection."""
+        try:
+            socket.send_multipart([b"", DIGEST_REQUEST], zmq.NOBLOCK)
+        except zmq.Again:
+            self._connected = False
+            return False
+        self._connected = True
+        return True
 
 
 _rows: msgspec.msgpack.Decoder[list[tuple[int, int | None, str | None, str | None, int, int]]] = (
