@@ -12,16 +12,22 @@ from kvmesh.cli.rundir import MeshState, RunDir, is_running
 from kvmesh.net.client import HttpClient, PeerUnreachableError
 from kvmesh.protocol.errors import ApiError
 
-__all__ = ["add_target_flags", "auth_headers", "coordinator_url", "router_url"]
+__all__ = ["add_api_key_flag", "add_target_flags", "auth_headers", "coordinator_url", "indexer_url", "router_url"]
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_COORDINATOR_URL = "http://127.0.0.1:8400"
+DEFAULT_INDEXER_URL = "http://127.0.0.1:8300"
 API_KEY_VARIABLE = "KVMESH_API_KEY"
 
 
 def add_target_flags(parser: argparse.ArgumentParser) -> None:
     """``--url`` and ``--api-key``."""
     parser.add_argument("--url", help=f"router (default: the mesh that 'up' started, else {DEFAULT_URL})")
+    add_api_key_flag(parser)
+
+
+def add_api_key_flag(parser: argparse.ArgumentParser) -> None:
+    """``--api-key``."""
     parser.add_argument("--api-key", help=f"API key (default: ${API_KEY_VARIABLE})")
 
 
@@ -46,6 +52,14 @@ def coordinator_url(args: argparse.Namespace) -> str:
         return urls[0] if len(urls) == 1 else anyio.run(_first_that_answers, urls)
     state = _running()
     return state.coordinator_url if state is not None else DEFAULT_COORDINATOR_URL
+
+
+def indexer_url(given: str | None) -> str:
+    """The indexer's base URL: the one given, that of the running mesh, or the default port."""
+    if given:
+        return _complete(given)
+    state = _running()
+    return state.indexer_url if state is not None else DEFAULT_INDEXER_URL
 
 
 def auth_headers(args: argparse.Namespace) -> dict[str, str]:

@@ -16,6 +16,7 @@ from kvmesh.config import IndexerSettings
 from kvmesh.events.feeds import Feeds
 from kvmesh.events.index import PrefixIndex
 from kvmesh.indexer.matching import MatchServer
+from kvmesh.indexer.merged import MergedStream
 from kvmesh.indexer.routes import Routes
 from kvmesh.net.auth import ApiKeys
 from kvmesh.net.discovery import CoordinatorClient
@@ -41,12 +42,13 @@ class IndexerService(Service):
         self._instance_id = f"indexer-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
         self.index = PrefixIndex(settings.max_memory_bytes)
         self.matching = MatchServer(self.index, settings.match_endpoint)
+        self.merged = _merged(settings)
         self._scope: anyio.CancelScope | None = None
         self._ended = anyio.Event()
         self._feeds: Feeds | None = None
         self._coordinator: CoordinatorClient | None = None
         self.metrics.collect_statistics("kvmesh_indexer", self.statistics)
-        Routes(self.index, self._started).add_to(self.app.router)
+        Routes(self.index, self._started, self.merged).add_to(self.app.router)
 
     async def start(self, tasks: TaskGroup, url: str) -> None:
         """Bind the match socket, follow the membership, and join it.
@@ -66,6 +68,8 @@ class IndexerService(Service):
                 role="indexer",
                 url=url,
                 match_endpoint=self.matching.endpoint,
+                events_endpoint=None if self.merged is None else self.merged.endpoint,
+                replay_endpoint=None if self.merged is None else self.merged.replay_endpoint,
                 started_unix_ms=time.time_ns() // 1_000_000,
                 pid=os.getpid(),
             )
@@ -84,12 +88,18 @@ class IndexerService(Service):
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self.matching.bind(context)
+            if self.merged is not None:
+                self.merged.bind(context)
             async with anyio.create_task_group() as tasks:
                 self._scope = tasks.cancel_scope
                 tasks.start_soon(self.matching.serve)
-                task_status.started(Feeds(self.index, tasks, context))
+                if self.merged is not None:
+                    tasks.start_soon(self.merged.serve)
+                task_status.started(Feeds(self.index, tasks, context, observer=self.merged))
         finally:
             self.matching.close()
+            if self.merged is not None:
+                self.merged.close()
             context.term()
             self._ended.set()
 
@@ -106,9 +116,18 @@ class IndexerService(Service):
             "match_requests_total": self.matching.answered_total,
             "malformed_match_requests_total": self.matching.malformed_total,
             **({} if self._feeds is None else self._feeds.statistics()),
+            **({} if self.merged is None else self.merged.statistics()),
         }
 
     def _started(self) -> Feeds:
         if self._feeds is None:
             raise unavailable("The indexer is still starting; try again in a moment.")
         return self._feeds
+
+
+def _merged(settings: IndexerSettings) -> MergedStream | None:
+    if settings.publish_endpoint is None:
+        return None
+    return MergedStream(
+        settings.publish_endpoint, settings.publish_replay_endpoint, buffer_bytes=settings.publish_buffer_bytes
+    )

@@ -14,8 +14,9 @@ from kvmesh.events.index.index import DumpedBlock
 from kvmesh.hashing import as_token_ids
 from kvmesh.indexer.answers import dumped_block, query_reply
 from kvmesh.indexer.faces import HashQuery, Query, RegisterBody, Unregister
+from kvmesh.indexer.merged import MergedStream
 from kvmesh.net.http import json_response, read_json
-from kvmesh.protocol.errors import bad_request
+from kvmesh.protocol.errors import ApiError, bad_request
 
 __all__ = ["Routes"]
 
@@ -31,11 +32,13 @@ class Routes:
     Args:
         index: to ask.
         feeds: to register with; raises a 503 while the service is starting.
+        merged: the stream of all workers' events, None when there is none.
     """
 
-    def __init__(self, index: PrefixIndex, feeds: Callable[[], Feeds]) -> None:
+    def __init__(self, index: PrefixIndex, feeds: Callable[[], Feeds], merged: MergedStream | None) -> None:
         self._index = index
         self._feeds = feeds
+        self._merged = merged
 
     def add_to(self, routes: web.UrlDispatcher) -> None:
         """Register all routes."""
@@ -45,6 +48,7 @@ class Routes:
         routes.add_post("/query_by_hash", self._query_by_hash)
         routes.add_get("/dump", self._dump)
         routes.add_get("/workers", self._workers)
+        routes.add_get("/stream", self._stream)
 
     async def _register(self, request: web.Request) -> web.Response:
         body = await read_json(request, RegisterBody)
@@ -111,6 +115,13 @@ class Routes:
                 )
             ]
         )
+
+    async def _stream(self, _request: web.Request) -> web.Response:
+        if self._merged is None:
+            raise ApiError(
+                404, "This indexer publishes no merged stream; set publish_endpoint.", code="no_merged_stream"
+            )
+        return json_response({"endpoint": self._merged.endpoint, "replay_endpoint": self._merged.replay_endpoint})
 
 
 class _Wanted:

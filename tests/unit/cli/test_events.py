@@ -1,33 +1,112 @@
+"""What ``kvmesh events`` shows, and of what."""
+
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import msgspec
+import numpy as np
+import pytest
 from rich.console import Console
 
-from kvmesh.cli.events import _Printer, describe
-from kvmesh.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from kvmesh.cli import main as cli
+from kvmesh.cli.events_view import EventFilter, Printer, Stream, describe
+from kvmesh.events.records import Cleared, Removed, Stored, Tier
+from kvmesh.hashing import salt_id
+from kvmesh.protocol.events import AllBlocksCleared, BlockStored, EventBatch
 
 
-def test_events_are_readable():
-    stored = BlockStored(block_hashes=[1, -1], parent_block_hash=None, token_ids=[0] * 8, block_size=4)
-    assert describe(stored) == "stored   2 blocks, 8 tokens, after root, GPU: 0000000000000001 ffffffffffffffff"
-    moved = BlockStored(block_hashes=[1], parent_block_hash=None, token_ids=[], block_size=4, medium="CPU")
-    assert describe(moved) == "moved    1 blocks to CPU: 0000000000000001"
-    assert describe(BlockRemoved(block_hashes=[1] * 6)).endswith("0000000000000001 ... 2 more")
-    assert describe(AllBlocksCleared()) == "cleared  everything"
+def stored(hashes: list[int], parent: int | None = None, tokens: list[int] | None = None, **fields: Any) -> Stored:
+    ids = np.array([0] * 4 * len(hashes) if tokens is None else tokens, np.int32)
+    return Stored(hashes=hashes, parent=parent, token_ids=ids, block_size=4, **fields)
 
 
-async def test_gaps_restarts_and_the_end_are_noticed():
-    console = Console(record=True, width=200, file=io.StringIO())
-    printer = _Printer(console, count=3)
-    payload = msgspec.msgpack.encode(EventBatch(ts=0.0, events=[AllBlocksCleared()], data_parallel_rank=0))
+def printed(printer: Printer) -> str:
+    return printer._console.export_text()
+
+
+def make_printer(*args: Any, **options: Any) -> Printer:
+    return Printer(Console(record=True, width=200, file=io.StringIO()), *args, **options)
+
+
+def payload(*events: Any) -> bytes:
+    return msgspec.msgpack.encode(EventBatch(ts=0.0, events=list(events), data_parallel_rank=0))
+
+
+def test_events_are_readable() -> None:
+    assert (
+        describe(stored([1, 2**64 - 1])) == "stored   2 blocks, 8 tokens, after root, GPU: 0000000000000001 " + "f" * 16
+    )
+    assert describe(stored([1], tokens=[], tier=Tier.HOST)) == "moved    1 blocks to CPU: 0000000000000001"
+    assert " lora sql salt s: " in describe(stored([1], lora="sql", salt="s"))
+    assert describe(Removed(hashes=[1] * 6)).endswith("0000000000000001 ... 2 more")
+    assert describe(Cleared()) == "cleared  everything"
+
+
+async def test_gaps_restarts_and_the_end_are_noticed() -> None:
+    printer = make_printer(3)
     for sequence in (0, 1, 5, 0):
-        printer.batch("context-0", [b"", sequence.to_bytes(8, "big"), payload])
-    printer.batch("context-1", [b"", (0).to_bytes(8, "big"), b"\xc1"])
-    text = console.export_text()
+        printer.sequence("context-0", sequence)
+        printer.batch(Stream("context-0"), sequence, payload(AllBlocksCleared()))
+    printer.batch(Stream("context-1"), 0, b"\xc1")
+    text = printed(printer)
     assert "missed 3 batches" in text
     assert "publisher restarted" in text
-    assert "does not read" in text
+    assert "no batch that this command can read" in text
     assert text.count("cleared  everything") == 3
     assert printer.done.is_set()
+
+
+def test_filters_by_type_model_and_adapter() -> None:
+    stream = Stream("w", "m", lora="of the worker")
+    shows = EventFilter(frozenset({"moved", "removed"})).shows
+    shown = [shows(stream, record) for record in (stored([1], tokens=[]), Removed(hashes=[1]), stored([1]), Cleared())]
+    assert shown == [True, True, False, False]
+    assert EventFilter(model="m").shows(stream, Cleared())
+    assert not EventFilter(model="n").shows(stream, Cleared())
+    assert EventFilter(lora="of the worker").shows(stream, stored([1]))
+    assert EventFilter(lora="7").shows(stream, stored([1], lora=7))
+    assert not EventFilter(lora="7").shows(stream, stored([1]))
+
+
+@pytest.mark.parametrize("on_the_wire", ["tenant-a", str(salt_id("tenant-a"))])
+def test_a_salt_holds_for_the_whole_sequence(on_the_wire: str) -> None:
+    """Only the first block tells it; workers write the text or its number."""
+    shows = EventFilter(salt="tenant-a").shows
+    stream = Stream("w")
+    assert shows(stream, stored([1, 2], salt=on_the_wire))
+    assert shows(stream, stored([3], parent=2))
+    assert shows(stream, stored([4], parent=3))
+    assert not shows(stream, stored([5]))
+    assert not shows(stream, stored([6], parent=5))
+    assert not shows(Stream("another"), stored([3], parent=2))
+    assert not shows(stream, stored([7], salt="tenant-b"))
+
+
+def test_text_is_shown_and_bounded() -> None:
+    def decode(model: str, ids: list[int]) -> str:
+        if model != "m":
+            raise ValueError("no tokenizer")
+        return "".join(chr(token) for token in ids)
+
+    event = BlockStored(block_hashes=[1, 2], parent_block_hash=None, token_ids=list(b"a[b]\nfgh"), block_size=4)
+    printer = make_printer(decode=decode, text_chars=6)
+    printer.batch(Stream("w", "m"), 0, payload(event))
+    printer.batch(Stream("w", "other"), 1, payload(event))
+    text = printed(printer)
+    assert r"'a[b]\nf' ..." in text
+    assert "(no tokenizer)" in text
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--endpoint", "tcp://127.0.0.1:1", "--worker", "w"],
+        ["--endpoint", "tcp://127.0.0.1:1", "--text"],
+        ["--indexer", "http://127.0.0.1:1"],
+    ],
+)
+def test_what_does_not_go_together_is_a_sentence(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["events", *flags]) == cli.USER_ERROR
+    assert capsys.readouterr().err.startswith("kvmesh events: ")

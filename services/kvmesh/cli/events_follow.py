@@ -1,0 +1,174 @@
+"""Where ``kvmesh events`` reads: one publisher, every worker of a mesh, or an indexer's merged stream."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import anyio
+import msgspec
+import zmq
+import zmq.asyncio
+from anyio.abc import TaskGroup
+
+from kvmesh.cli.errors import UserError
+from kvmesh.cli.events_view import Printer, Stream
+from kvmesh.events.endpoints import EndpointError, rank_endpoint
+from kvmesh.net.client import HttpClient, PeerUnreachableError
+from kvmesh.net.discovery import CoordinatorClient
+from kvmesh.protocol.errors import ApiError
+from kvmesh.protocol.members import Member, MemberEvent
+from kvmesh.protocol.mesh_events import MeshOrigin
+from kvmesh.protocol.ranks import rank_instance_ids
+
+__all__ = ["follow_indexer", "follow_mesh", "follow_one"]
+
+FIND_TIMEOUT_S = 5.0
+
+_ENGINES = ("context", "generation", "both")
+
+Frames = Callable[[list[bytes]], None]
+
+
+async def follow_one(endpoint: str, printer: Printer) -> None:
+    """Follow one publisher until the printer is done."""
+    async with _until_done(printer) as tasks:
+        tasks.start_soon(_follow_worker, endpoint, Stream(endpoint), printer)
+
+
+async def follow_mesh(url: str, workers: frozenset[str], printer: Printer) -> None:
+    """Follow the workers that a coordinator knows, or those with these names.
+
+    Raises:
+        UserError: no coordinator answers.
+    """
+    client = CoordinatorClient(url)
+    async with anyio.create_task_group() as tasks:
+        followers = _Followers(tasks, workers, printer)
+        client.subscribe(followers.hear)
+        await client.start(tasks)
+        with anyio.move_on_after(FIND_TIMEOUT_S) as scope:
+            await followers.found.wait()
+        if scope.cancelled_caught and not client.connected:
+            raise UserError(f"no coordinator answers at {url}; is the mesh up? 'kvmesh up' starts one")
+        if scope.cancelled_caught:
+            known = ", ".join(member.instance_id for member in client.members() if _publishes(member)) or "none"
+            wanted = " or ".join(sorted(workers)) or "any"
+            printer.note("mesh", f"waiting for events of {wanted}; workers that publish now: {known}")
+        await printer.done.wait()
+        tasks.cancel_scope.cancel()
+
+
+async def follow_indexer(url: str, workers: frozenset[str], printer: Printer, headers: dict[str, str]) -> None:
+    """Follow an indexer's merged stream.
+
+    Raises:
+        UserError: it does not answer, or has no such stream.
+    """
+    async with HttpClient(timeout_s=FIND_TIMEOUT_S, headers=headers) as http:
+        try:
+            found = await http.call("GET", f"{url}/stream", _MergedEndpoints)
+        except (ApiError, PeerUnreachableError) as error:
+            raise UserError(f"no merged stream at {url}: {error}") from error
+
+    def take(frames: list[bytes]) -> None:
+        sequence = int.from_bytes(frames[1], "big")
+        printer.sequence("indexer", sequence)
+        try:
+            _ts, _events, _rank, origin = _envelope.decode(frames[2])
+        except (msgspec.DecodeError, ValueError):
+            printer.note("indexer", f"#{sequence} is not of a merged stream")
+            return
+        if not workers or origin.instance_id in workers:
+            name = f"{origin.instance_id}/{origin.dp_rank}" if origin.dp_rank else origin.instance_id
+            printer.batch(Stream(name, origin.model, origin.lora, origin.salt), sequence, frames[2])
+
+    async with _until_done(printer) as tasks:
+        tasks.start_soon(_subscribe, "indexer", found.endpoint, printer, take)
+
+
+class _MergedEndpoints(msgspec.Struct):
+    endpoint: str
+    replay_endpoint: str | None = None
+
+
+_envelope = msgspec.msgpack.Decoder(tuple[float, msgspec.Raw, int, MeshOrigin])
+
+
+@asynccontextmanager
+async def _until_done(printer: Printer) -> AsyncIterator[TaskGroup]:
+    async with anyio.create_task_group() as tasks:
+        yield tasks
+        await printer.done.wait()
+        tasks.cancel_scope.cancel()
+
+
+def _publishes(member: Member) -> bool:
+    return member.role in _ENGINES and member.events_endpoint is not None
+
+
+class _Followers:
+    """One subscription for each rank of each live worker that publishes."""
+
+    def __init__(self, tasks: TaskGroup, workers: frozenset[str], printer: Printer) -> None:
+        self._tasks = tasks
+        self._workers = workers
+        self._printer = printer
+        self._scopes: dict[str, anyio.CancelScope] = {}
+        self.found = anyio.Event()
+
+    def hear(self, event: MemberEvent) -> None:
+        """Begin or end a subscription."""
+        member = event.member
+        name, stream = member.instance_id, member.events_endpoint
+        if stream is None or not _publishes(member) or (self._workers and name not in self._workers):
+            return
+        if event.kind == "joined":
+            self.found.set()
+            scope = self._scopes[name] = anyio.CancelScope()
+            self._tasks.start_soon(self._follow, member, stream, scope)
+        elif event.kind in ("left", "dead") and (ended := self._scopes.pop(name, None)) is not None:
+            ended.cancel()
+            self._printer.note(name, event.kind)
+
+    async def _follow(self, member: Member, stream: str, scope: anyio.CancelScope) -> None:
+        with scope:
+            async with anyio.create_task_group() as tasks:
+                for rank, name in enumerate(rank_instance_ids(member.instance_id, member.dp_size)):
+                    tasks.start_soon(self._follow_rank, Stream(name, member.model), stream, rank)
+
+    async def _follow_rank(self, stream: Stream, endpoint: str, rank: int) -> None:
+        try:
+            await _follow_worker(rank_endpoint(endpoint, rank), stream, self._printer)
+        except (UserError, EndpointError) as error:
+            self._printer.note(stream.name, str(error))  # the others are followed all the same
+
+
+async def _follow_worker(endpoint: str, stream: Stream, printer: Printer) -> None:
+    def take(frames: list[bytes]) -> None:
+        sequence = int.from_bytes(frames[1], "big")
+        printer.sequence(stream.name, sequence)
+        printer.batch(stream, sequence, frames[2])
+
+    await _subscribe(stream.name, endpoint, printer, take)
+
+
+async def _subscribe(name: str, endpoint: str, printer: Printer, take: Frames) -> None:
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.SUB)
+    socket.linger = 0
+    try:
+        socket.subscribe(b"")
+        socket.connect(endpoint)
+        printer.note(name, f"following {endpoint}")
+        while True:
+            frames = await socket.recv_multipart()
+            if len(frames) == 3:
+                take(frames)
+    except zmq.ZMQError as error:
+        raise UserError(
+            f"cannot subscribe to {endpoint} ({zmq.strerror(error.errno or 0)}); an endpoint is like tcp://127.0.0.1:5557"
+        ) from error
+    finally:
+        socket.close()
+        context.term()

@@ -1,0 +1,205 @@
+"""One stream of the events of every worker, for whoever wants a single feed (``kvmesh.protocol.mesh_events``)."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import anyio.lowlevel
+import msgspec
+import zmq
+
+from kvmesh.events.encoding import END_SEQUENCE, PackedTokens
+from kvmesh.events.feeds import Feed
+from kvmesh.events.polling import readable, receive
+from kvmesh.events.records import Cleared, EventRecord, Removed, Stored
+from kvmesh.events.subscriber import Batch
+from kvmesh.net.address import reachable_endpoint
+from kvmesh.protocol.events import AllBlocksCleared, BlockRemoved
+from kvmesh.protocol.mesh_events import TIER_MEDIA, MeshBatch, MeshEvent, MeshOrigin, MeshStored, mesh_topic
+from kvmesh.telemetry import get_logger
+
+__all__ = ["MergedStream"]
+
+QUEUE = 100_000
+"""Messages that a slow reader may be behind; it loses what is above, and sees the gap."""
+
+REPLAYED_A_TURN = 64
+"""Kept batches sent before other tasks get a turn."""
+
+_log = get_logger("indexer.merged")
+
+
+class _Kept:
+    __slots__ = ("payload", "sequence", "topic")
+
+    def __init__(self, sequence: int, topic: bytes, payload: bytes) -> None:
+        self.sequence = sequence
+        self.topic = topic
+        self.payload = payload
+
+
+class MergedStream:
+    """A PUB socket for the stream and a ROUTER for replays; a :class:`kvmesh.events.feeds.FeedObserver`.
+
+    Args:
+        endpoint: what to bind for the stream.
+        replay_endpoint: what to bind for replays, or None.
+        buffer_bytes: of the latest batches, which can be replayed.
+    """
+
+    def __init__(self, endpoint: str, replay_endpoint: str | None, *, buffer_bytes: int) -> None:
+        self._bind, self._bind_replay = endpoint, replay_endpoint
+        self._buffer_bytes = buffer_bytes
+        self.endpoint = endpoint
+        """What to connect to, once bound."""
+        self.replay_endpoint = replay_endpoint
+        self._stream: zmq.Socket[bytes] | None = None
+        self._replay: zmq.Socket[bytes] | None = None
+        self._kept: deque[_Kept] = deque()
+        self._kept_bytes = 0
+        self._sequence = 0
+        self._published = 0
+        self._failed = 0
+        self._replays = 0
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
+
+    def bind(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        """Bind both sockets.
+
+        Raises:
+            OSError: an endpoint is taken; :meth:`close` frees the other.
+        """
+        stream = self._stream = context.socket(zmq.PUB)
+        stream.linger = 0
+        stream.set_hwm(QUEUE)
+        self.endpoint = _bound(stream, self._bind)
+        if self._bind_replay is not None:
+            replay = self._replay = context.socket(zmq.ROUTER)
+            replay.linger = 0
+            replay.sndhwm = QUEUE
+            # Without it the rest of a replay would be thrown away and its end still promised.
+            replay.router_mandatory = True
+            self.replay_endpoint = _bound(replay, self._bind_replay)
+
+    async def serve(self) -> None:
+        """Answer replay requests until cancelled."""
+        socket = self._replay
+        if socket is None:
+            return
+        while True:
+            frames = receive(socket)
+            if frames is None:
+                await readable(socket)
+            elif len(frames) == 3 and not frames[1] and len(frames[2]) == 8:
+                await self._answer(socket, frames[0], int.from_bytes(frames[2], "big"))
+
+    def close(self) -> None:
+        """Close both sockets; idempotent."""
+        for socket in (self._stream, self._replay):
+            if socket is not None:
+                socket.close()
+        self._stream = self._replay = None
+
+    def applied(self, feed: Feed, batch: Batch) -> None:
+        """See :class:`kvmesh.events.feeds.FeedObserver`."""
+        if batch.records.records:
+            self._publish(feed, batch.records.ts, [_event(record) for record in batch.records.records], batch.sequence)
+
+    def cleared(self, feed: Feed) -> None:
+        """See :class:`kvmesh.events.feeds.FeedObserver`."""
+        self._publish(feed, time.time(), [AllBlocksCleared()], 0)
+
+    def statistics(self) -> dict[str, float]:
+        """What was sent, and what can be replayed."""
+        return {
+            "merged_batches_total": self._published,
+            "merged_send_failures_total": self._failed,
+            "merged_replays_total": self._replays,
+            "merged_kept_bytes": self._kept_bytes,
+        }
+
+    def _publish(self, feed: Feed, ts: float, events: list[MeshEvent], sequence: int) -> None:
+        if self._stream is None:
+            return
+        instance_id, rank = feed.source
+        origin = MeshOrigin(
+            instance_id=instance_id,
+            dp_rank=rank,
+            epoch=feed.epoch,
+            model=feed.model,
+            tenant=feed.tenant,
+            lora=feed.lora,
+            salt=feed.salt,
+            sequence=sequence,
+            block_size=feed.block_size,
+        )
+        kept = _Kept(
+            self._sequence,
+            mesh_topic(instance_id, rank, feed.model).encode(),
+            self._encoder.encode(MeshBatch(ts, events, rank, origin)),
+        )
+        self._sequence += 1
+        try:
+            self._stream.send_multipart([kept.topic, kept.sequence.to_bytes(8, "big"), kept.payload], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self._failed += 1  # a gap, which readers repair by replay
+        self._published += 1
+        self._kept.append(kept)
+        self._kept_bytes += len(kept.payload)
+        while self._kept_bytes > self._buffer_bytes:
+            self._kept_bytes -= len(self._kept.popleft().payload)
+
+    async def _answer(self, socket: zmq.Socket[bytes], client: bytes, first: int) -> None:
+        self._replays += 1
+        wanted = [kept for kept in self._kept if kept.sequence >= first]
+        try:
+            for number, kept in enumerate(wanted, 1):
+                socket.send_multipart(
+                    [client, b"", kept.topic, kept.sequence.to_bytes(8, "big"), kept.payload], zmq.NOBLOCK
+                )
+                if number % REPLAYED_A_TURN == 0:
+                    await anyio.lowlevel.checkpoint()
+            socket.send_multipart([client, b"", b"", END_SEQUENCE.to_bytes(8, "big"), b""], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            _log.warning("replay of the merged stream broken off: the reader does not read", error=str(error))
+
+
+def _event(record: EventRecord) -> MeshEvent:
+    match record:
+        case Stored():
+            lora = record.lora
+            return MeshStored(
+                block_hashes=record.hashes,
+                parent_block_hash=record.parent,
+                token_ids=PackedTokens([record.token_ids]),
+                block_size=record.block_size,
+                lora_id=None if isinstance(lora, str) else lora,
+                lora_name=lora if isinstance(lora, str) else None,
+                medium=TIER_MEDIA[record.tier],
+                extra_keys=msgspec.UNSET if record.extra_keys is None else record.extra_keys,
+                group_idx=msgspec.UNSET if record.group is None else record.group,
+                kv_cache_spec_kind=msgspec.UNSET if record.kind is None else record.kind,
+                cache_salt=msgspec.UNSET if record.salt is None else record.salt,
+                tenant_id=msgspec.UNSET if record.tenant is None else record.tenant,
+                model_name=msgspec.UNSET if record.model is None else record.model,
+            )
+        case Removed():
+            group = msgspec.UNSET if record.group is None else record.group
+            return BlockRemoved(block_hashes=record.hashes, medium=TIER_MEDIA[record.tier], group_idx=group)
+        case Cleared():
+            return AllBlocksCleared()
+
+
+def _pack(value: object) -> msgspec.Raw:
+    if isinstance(value, PackedTokens):
+        return value.pack()
+    raise TypeError(f"cannot encode a {type(value).__name__}")
+
+
+def _bound(socket: zmq.Socket[bytes], endpoint: str) -> str:
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise OSError(error.errno, f"cannot bind the merged stream to {endpoint}: {error.strerror}") from error
+    return reachable_endpoint(endpoint, str(socket.get_string(zmq.LAST_ENDPOINT)))

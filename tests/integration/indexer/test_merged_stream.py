@@ -1,0 +1,147 @@
+"""The merged stream: the events of every worker in one feed, in order, with whose they are; replayed on request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from waiting import until
+
+from kvmesh.cli import main as cli
+from kvmesh.config import IndexerSettings
+from kvmesh.events.decoding import decode_batch
+from kvmesh.events.publisher import ZmqPublisher
+from kvmesh.events.records import Cleared, Removed, Stored, Tier
+from kvmesh.events.replay import ReplayRequest
+from kvmesh.indexer.app import IndexerService
+from kvmesh.net.client import HttpClient
+from kvmesh.net.service import serving
+from kvmesh.protocol.errors import ApiError
+from kvmesh.protocol.events import BlockRemoved, BlockStored
+from kvmesh.protocol.mesh_events import MeshOrigin
+
+BLOCK = 4
+LOOPBACK = "tcp://127.0.0.1:*"
+
+envelope = msgspec.msgpack.Decoder(tuple[float, msgspec.Raw, int, MeshOrigin])
+
+
+def block(number: int, parent: int | None = None, **fields: Any) -> BlockStored:
+    return BlockStored(
+        block_hashes=[number], parent_block_hash=parent, token_ids=[number] * BLOCK, block_size=BLOCK, **fields
+    )
+
+
+@pytest.fixture
+def publishers() -> Iterator[list[ZmqPublisher]]:
+    made = [ZmqPublisher(LOOPBACK, LOOPBACK, encoding=encoding) for encoding in ("map", "array")]
+    for publisher in made:
+        publisher.start()
+    yield made
+    for publisher in made:
+        publisher.shutdown()
+
+
+async def kept(endpoint: str, start: int = 0) -> list[tuple[str, MeshOrigin, list[Any]]]:
+    """What the merged stream replays: topics, origins and records."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    found: list[tuple[str, MeshOrigin, list[Any]]] = []
+    try:
+        async with ReplayRequest(context, endpoint, start, 5.0) as replay:
+            while (batch := await replay.next()) is not None:
+                assert batch.sequence == start + len(found)
+                origin = envelope.decode(batch.payload)[3]
+                found.append((batch.topic.decode(), origin, decode_batch(batch.payload).records))
+    finally:
+        context.term()
+    return found
+
+
+async def test_every_workers_events_in_one_feed(publishers: list[ZmqPublisher]) -> None:
+    settings = IndexerSettings(
+        match_endpoint=LOOPBACK, publish_endpoint=LOOPBACK, publish_replay_endpoint=LOOPBACK, drain_s=1
+    )
+    service = IndexerService(settings)
+    async with HttpClient() as http, serving(service) as url:
+        for number, publisher in enumerate(publishers):
+            publisher.publish([block(1, lora_name="sql"), block(2, parent=1)])
+            publisher.publish([block(2, medium="CPU"), BlockRemoved(block_hashes=[2])])
+            body = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint, "modelname": "m"}
+            await http.call(
+                "POST", f"{url}/register", Any, body={**body, "instance_id": f"w{number}", "dp_rank": number}
+            )
+            await until(lambda number=number: service.statistics()["merged_batches_total"] == 2 * (number + 1))
+        await http.call("POST", f"{url}/unregister", Any, body={"instance_id": "w0"})
+        stream = await http.call("GET", f"{url}/stream", dict[str, str])
+        assert service.merged is not None
+        assert stream["endpoint"] == service.merged.endpoint
+        feed = await kept(stream["replay_endpoint"])
+        assert [topic for topic, _, _ in feed] == ["kvmesh@w0@0@m"] * 2 + ["kvmesh@w1@1@m"] * 2 + ["kvmesh@w0@0@m"]
+        for _, origin, records in (feed[0], feed[2]):
+            first, second = records
+            assert isinstance(first, Stored)
+            assert (first.hashes, first.parent, first.lora, first.tier) == ([1], None, "sql", Tier.DEVICE)
+            assert (second.parent, second.token_ids.tolist(), second.block_size) == (1, [2] * BLOCK, BLOCK)
+            assert (origin.model, origin.tenant, origin.sequence) == ("m", "default", 0)
+        stored, removed = feed[1][2]
+        assert (stored.tier, removed) == (Tier.HOST, Removed(hashes=[2]))
+        assert feed[4][2] == [Cleared()]
+        assert len(await kept(stream["replay_endpoint"], start=3)) == 2
+
+
+async def test_the_replay_is_bounded(publishers: list[ZmqPublisher]) -> None:
+    settings = IndexerSettings(
+        match_endpoint=LOOPBACK,
+        publish_endpoint=LOOPBACK,
+        publish_replay_endpoint=LOOPBACK,
+        publish_buffer_bytes=1000,
+        drain_s=1,
+    )
+    service = IndexerService(settings)
+    publisher = publishers[0]
+    async with HttpClient() as http, serving(service) as url:
+        for number in range(1, 31):
+            publisher.publish([block(number)])
+        body = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint, "modelname": "m"}
+        await http.call("POST", f"{url}/register", Any, body={**body, "instance_id": "w"})
+        await until(lambda: service.statistics()["merged_batches_total"] == 30)
+        assert service.statistics()["merged_kept_bytes"] <= 1000
+
+
+async def test_without_one_there_is_none() -> None:
+    service = IndexerService(IndexerSettings(match_endpoint=LOOPBACK, drain_s=1))
+    async with HttpClient() as http, serving(service) as url:
+        with pytest.raises(ApiError, match="publish_endpoint") as refused:
+            await http.call("GET", f"{url}/stream", Any)
+        assert refused.value.status == 404
+
+
+async def test_the_command_reads_it(publishers: list[ZmqPublisher], capfd: pytest.CaptureFixture[str]) -> None:
+    service = IndexerService(IndexerSettings(match_endpoint=LOOPBACK, publish_endpoint=LOOPBACK, drain_s=1))
+    publisher, other = publishers
+    async with HttpClient() as http, serving(service) as url, anyio.create_task_group() as tasks:
+        for name, one in (("w", publisher), ("other", other)):
+            body = {"endpoint": one.endpoint, "instance_id": name, "modelname": "m", "dp_rank": 1}
+            await http.call("POST", f"{url}/register", Any, body=body)
+        status: list[int] = []
+        arguments = ["events", "--indexer", url, "--worker", "w", "--type", "removed", "--count", "2"]
+
+        async def command() -> None:
+            status.append(await anyio.to_thread.run_sync(cli.main, arguments))
+
+        tasks.start_soon(command)
+        with anyio.fail_after(30):
+            while not status:
+                publisher.publish([block(1), BlockRemoved(block_hashes=[7])])
+                other.publish([BlockRemoved(block_hashes=[8])])
+                await anyio.sleep(0.02)
+    assert status == [0]
+    shown = [line for line in capfd.readouterr().out.splitlines() if "removed" in line]
+    assert len(shown) == 2
+    assert all(" w/1 #" in line and "0000000000000007" in line for line in shown)
