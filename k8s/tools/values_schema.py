@@ -1,0 +1,217 @@
+#!/usr/bin/env python3
+"""Prints the chart's ``values.schema.json``: the chart's own values, and every setting of the services from its class.
+
+usage: values_schema.py > k8s/chart/values.schema.json     (after a change of settings or of values.yaml)
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import BaseModel
+
+from kvmesh.config import (
+    CacheTransceiverConfig,
+    CoordinatorSettings,
+    IndexerSettings,
+    KvCacheConfig,
+    KVEventsConfig,
+    RouterSettings,
+    WorkerSettings,
+)
+
+Schema = dict[str, Any]
+
+# What the chart itself sets, from other values or from the pod: not to be given among the `settings`.
+OF_ALL = {"host", "port", "log_level", "log_format", "otlp_endpoint", "api_keys_file", "tls", "curve"}
+OF_CHART: dict[type[BaseModel], set[str]] = {
+    RouterSettings: {
+        "model",
+        "served_model_name",
+        "coordinator_url",
+        "indexer_url",
+        "indexer_match_endpoint",
+        "api_keys",
+    },
+    WorkerSettings: {
+        *("role", "model", "served_model_name", "instance_id", "transfer_bind_host", "coordinator_url"),
+        *("cluster_secret", "cluster_secret_file", "kv_cache_config", "cache_transceiver_config"),
+    },
+    IndexerSettings: {"match_endpoint", "coordinator_url"},
+    CoordinatorSettings: {"etcd_endpoints", "advertise_url"},
+}
+
+TEXT: Schema = {"type": "string"}
+FLAG: Schema = {"type": "boolean"}
+OBJECT: Schema = {"type": "object"}
+OBJECTS: Schema = {"type": "array", "items": OBJECT}
+TEXTS: Schema = {"type": "array", "items": TEXT}
+TEXT_MAP: Schema = {"type": "object", "additionalProperties": TEXT}
+PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
+QUANTITY: Schema = {"type": ["string", "number"]}
+PULL_POLICY: Schema = {"enum": ["Always", "IfNotPresent", "Never"]}
+
+
+def main() -> None:
+    """Print the schema."""
+    print(json.dumps(values_schema(), indent=1))
+
+
+def values_schema() -> Schema:
+    """The schema of the whole ``values.yaml``."""
+    definitions: Schema = {}
+    cache = of_class(KvCacheConfig, definitions, without={"kv_events_config"})
+    transceiver = of_class(CacheTransceiverConfig, definitions)
+    events = of_class(KVEventsConfig, definitions)
+    public = {"kv_cache_config": cache, "cache_transceiver_config": transceiver, "kv_events_config": events}
+    settings = {kind: of_class(kind, definitions, without=OF_ALL | own) for kind, own in OF_CHART.items()}
+
+    worker = record(
+        **pod_values(spread=True),
+        **scaling_values(),
+        **public,
+        settings=settings[WorkerSettings],
+        gpu=record(count=whole(0), resourceName=TEXT, runtimeClassName=TEXT),
+        startupFailureThreshold=whole(1),
+        extraVolumes=OBJECTS,
+        extraVolumeMounts=OBJECTS,
+    )
+    router = record(
+        **pod_values(spread=True),
+        **scaling_values(),
+        settings=settings[RouterSettings],
+        service=record(type={"enum": ["ClusterIP", "NodePort", "LoadBalancer"]}, port=PORT, annotations=TEXT_MAP),
+        preStopSeconds=whole(0),
+    )
+    coordinator = record(
+        **pod_values(spread=True),
+        replicas=whole(1, 8),
+        podDisruptionBudget=budget(),
+        settings=settings[CoordinatorSettings],
+    )
+    etcd = record(
+        **{key: value for key, value in pod_values().items() if key != "extraEnv"},
+        mode={"enum": ["bundled", "external", "none"]},
+        endpoints=TEXTS,
+        replicas={"enum": [1, 3, 5]},
+        image=record(repository=TEXT, tag=TEXT, pullPolicy=PULL_POLICY, command=TEXTS),
+        persistence=record(enabled=FLAG, size=QUANTITY, storageClass=TEXT),
+    )
+    accounts = dict.fromkeys(("router", "context", "generation", "indexer", "coordinator", "etcd"), TEXT)
+    monitor = record(enabled=FLAG, labels=TEXT_MAP)
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "Values of the KVMesh chart",
+        "definitions": definitions,
+        **record(
+            **public,
+            **{"global": OBJECT},
+            nameOverride=TEXT,
+            fullnameOverride=TEXT,
+            image=record(repository=TEXT, lightTag=TEXT, engineTag=TEXT, pullPolicy=PULL_POLICY, pullSecrets=OBJECTS),
+            model=record(name={"type": "string", "minLength": 1}, servedName=TEXT, fetch=FLAG, volume=OBJECT),
+            log=record(level={"enum": ["debug", "info", "warning", "error"]}, format={"enum": ["json", "console"]}),
+            otlpEndpoint=TEXT,
+            clusterSecret=record(value=TEXT, existingSecret=TEXT, key=TEXT),
+            apiKeys=record(keys=TEXTS, existingSecret=TEXT, key=TEXT),
+            bindHost=TEXT,
+            router=router,
+            context=worker,
+            generation=worker,
+            indexer=record(**pod_values(), settings=settings[IndexerSettings]),
+            coordinator=coordinator,
+            etcd=etcd,
+            serviceAccount=record(create=FLAG, annotations=TEXT_MAP, existing=record(**accounts)),
+            networkPolicy=record(enabled=FLAG, clients=OBJECTS, monitoring=OBJECTS),
+            ingress=record(enabled=FLAG, className=TEXT, annotations=TEXT_MAP, host=TEXT, path=TEXT, tls=OBJECTS),
+            gateway=record(enabled=FLAG, parentRefs=OBJECTS, hostnames=TEXTS, timeout=TEXT),
+            monitoring=record(
+                serviceMonitor=record(enabled=FLAG, labels=TEXT_MAP, interval=TEXT),
+                prometheusRule=monitor,
+                dashboards=monitor,
+            ),
+            podSecurityContext=OBJECT,
+        ),
+    }
+
+
+def pod_values(*, spread: bool = False) -> Schema:
+    """Values of every pod."""
+    amounts = {"type": "object", "additionalProperties": QUANTITY}
+    values = {
+        "resources": record(requests=amounts, limits=amounts, claims=OBJECTS),
+        "podAnnotations": TEXT_MAP,
+        "podLabels": TEXT_MAP,
+        "nodeSelector": TEXT_MAP,
+        "tolerations": OBJECTS,
+        "affinity": OBJECT,
+        "priorityClassName": TEXT,
+        "extraEnv": OBJECTS,
+    }
+    return values | ({"topologySpreadConstraints": OBJECTS} if spread else {})
+
+
+def scaling_values() -> Schema:
+    """Values of what can have any number of replicas and is drained when it goes."""
+    return {
+        "replicas": whole(0),
+        "terminationGracePeriodSeconds": {"type": ["integer", "null"], "minimum": 1},
+        "podDisruptionBudget": budget(),
+        "autoscaling": record(
+            enabled=FLAG,
+            minReplicas=whole(1),
+            maxReplicas=whole(1),
+            targetCPUUtilizationPercentage={"type": ["integer", "null"], "minimum": 1},
+            metrics=OBJECTS,
+            behavior=OBJECT,
+        ),
+    }
+
+
+def budget() -> Schema:
+    """Values of a PodDisruptionBudget."""
+    return record(enabled=FLAG, maxUnavailable={"type": ["integer", "string"]})
+
+
+def whole(minimum: int, maximum: int | None = None) -> Schema:
+    """A whole number within bounds."""
+    return {"type": "integer", "minimum": minimum} | ({} if maximum is None else {"maximum": maximum})
+
+
+def record(**properties: Schema) -> Schema:
+    """An object with these keys and no others."""
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def of_class(kind: type[BaseModel], definitions: Schema, without: frozenset[str] | set[str] = frozenset()) -> Schema:
+    """A settings class by its fields; nothing is required, for a value that is left out is the class's default."""
+    schema = kind.model_json_schema(ref_template="#/definitions/{model}")
+    for name, nested in schema.pop("$defs", {}).items():
+        definitions[name] = bare(nested)
+    unknown = without - OF_ALL - set(kind.model_fields)
+    if unknown:
+        raise SystemExit(f"{kind.__name__} has no {', '.join(sorted(unknown))}")
+    schema["properties"] = {name: value for name, value in schema["properties"].items() if name not in without}
+    return bare(schema)
+
+
+def bare(schema: Any, *, names: bool = False) -> Any:
+    """Without what only documents: titles, descriptions and defaults are in docs/configuration.md.
+
+    Args:
+        schema: any part of a schema.
+        names: its keys are names of properties, not words of the schema language.
+    """
+    if isinstance(schema, list):
+        return [bare(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    dropped = set() if names else {"title", "description", "default", "discriminator"}
+    return {
+        key: bare(value, names=key == "properties" and not names) for key, value in schema.items() if key not in dropped
+    }
+
+
+if __name__ == "__main__":
+    main()
