@@ -10,6 +10,7 @@ from kvmesh.events.index import PrefixIndex
 from kvmesh.events.polling import readable, receive
 from kvmesh.hashing import as_token_ids
 from kvmesh.net.address import reachable_endpoint
+from kvmesh.net.curve import CurveSecurity
 from kvmesh.protocol.match import MatchReply, MatchRequest
 from kvmesh.telemetry import get_logger
 
@@ -27,10 +28,12 @@ class MatchServer:
     Args:
         index: what is known.
         endpoint: what to bind, such as ``tcp://127.0.0.1:8301``.
+        security: keys that are asked for; None: whoever can connect may ask.
     """
 
-    def __init__(self, index: PrefixIndex, endpoint: str) -> None:
+    def __init__(self, index: PrefixIndex, endpoint: str, *, security: CurveSecurity | None = None) -> None:
         self._index = index
+        self._security = security
         self._bind = endpoint
         self._socket: zmq.Socket[bytes] | None = None
         self._decoder = msgspec.msgpack.Decoder(MatchRequest)
@@ -53,6 +56,8 @@ class MatchServer:
         """
         socket = context.socket(zmq.ROUTER)
         socket.linger = 0
+        if self._security is not None:
+            self._security.apply_server(socket)
         try:
             socket.bind(self._bind)
         except zmq.ZMQError as error:

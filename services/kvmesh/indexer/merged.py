@@ -15,6 +15,7 @@ from kvmesh.events.polling import readable, receive
 from kvmesh.events.records import Cleared, EventRecord, Removed, Stored
 from kvmesh.events.subscriber import Batch
 from kvmesh.net.address import reachable_endpoint
+from kvmesh.net.curve import CurveSecurity
 from kvmesh.protocol.events import AllBlocksCleared, BlockRemoved
 from kvmesh.protocol.mesh_events import TIER_MEDIA, MeshBatch, MeshEvent, MeshOrigin, MeshStored, mesh_topic
 from kvmesh.telemetry import get_logger
@@ -46,11 +47,15 @@ class MergedStream:
         endpoint: what to bind for the stream.
         replay_endpoint: what to bind for replays, or None.
         buffer_bytes: of the latest batches, which can be replayed.
+        security: keys of both sockets; None: they are plain.
     """
 
-    def __init__(self, endpoint: str, replay_endpoint: str | None, *, buffer_bytes: int) -> None:
+    def __init__(
+        self, endpoint: str, replay_endpoint: str | None, *, buffer_bytes: int, security: CurveSecurity | None = None
+    ) -> None:
         self._bind, self._bind_replay = endpoint, replay_endpoint
         self._buffer_bytes = buffer_bytes
+        self._security = security
         self.endpoint = endpoint
         """What to connect to, once bound."""
         self.replay_endpoint = replay_endpoint
@@ -73,14 +78,14 @@ class MergedStream:
         stream = self._stream = context.socket(zmq.PUB)
         stream.linger = 0
         stream.set_hwm(QUEUE)
-        self.endpoint = _bound(stream, self._bind)
+        self.endpoint = self._bound(stream, self._bind)
         if self._bind_replay is not None:
             replay = self._replay = context.socket(zmq.ROUTER)
             replay.linger = 0
             replay.sndhwm = QUEUE
             # Without it the rest of a replay would be thrown away and its end still promised.
             replay.router_mandatory = True
-            self.replay_endpoint = _bound(replay, self._bind_replay)
+            self.replay_endpoint = self._bound(replay, self._bind_replay)
 
     async def serve(self) -> None:
         """Answer replay requests until cancelled."""
@@ -150,6 +155,15 @@ class MergedStream:
         while self._kept_bytes > self._buffer_bytes:
             self._kept_bytes -= len(self._kept.popleft().payload)
 
+    def _bound(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
+        if self._security is not None:
+            self._security.apply_server(socket)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, f"cannot bind the merged stream to {endpoint}: {error.strerror}") from error
+        return reachable_endpoint(endpoint, str(socket.get_string(zmq.LAST_ENDPOINT)))
+
     async def _answer(self, socket: zmq.Socket[bytes], client: bytes, first: int) -> None:
         self._replays += 1
         wanted = [kept for kept in self._kept if kept.sequence >= first]
@@ -195,11 +209,3 @@ def _pack(value: object) -> msgspec.Raw:
     if isinstance(value, PackedTokens):
         return value.pack()
     raise TypeError(f"cannot encode a {type(value).__name__}")
-
-
-def _bound(socket: zmq.Socket[bytes], endpoint: str) -> str:
-    try:
-        socket.bind(endpoint)
-    except zmq.ZMQError as error:
-        raise OSError(error.errno, f"cannot bind the merged stream to {endpoint}: {error.strerror}") from error
-    return reachable_endpoint(endpoint, str(socket.get_string(zmq.LAST_ENDPOINT)))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from kvmesh.config import RouterSettings
 from kvmesh.config.routing import KvCacheAwarePolicy
 from kvmesh.net.clock import Clock
+from kvmesh.net.curve import CurveSecurity
 from kvmesh.protocol.members import Member
 from kvmesh.router.admission import Admission
 from kvmesh.router.attempt import Attempts
@@ -106,7 +107,12 @@ def build_parts(settings: RouterSettings, upstream: Upstream, abort: Abort, cloc
 def _matcher(settings: RouterSettings, clock: Clock) -> Matcher:
     if settings.indexer_match_endpoint is None:
         return NoMatcher()
-    return MatchClient(settings.indexer_match_endpoint, timeout_s=settings.match_timeout_ms / 1000, clock=clock)
+    return MatchClient(
+        settings.indexer_match_endpoint,
+        timeout_s=settings.match_timeout_ms / 1000,
+        clock=clock,
+        security=CurveSecurity.load(settings.curve),
+    )
 
 
 def custom_tokenizer(settings: RouterSettings) -> str | None:

@@ -16,6 +16,7 @@ from anyio.abc import TaskStatus
 
 from kvmesh.events.polling import receive
 from kvmesh.net.clock import Clock
+from kvmesh.net.curve import CurveSecurity
 from kvmesh.protocol.match import ROUTED, MatchReply, MatchRequest, Routed
 from kvmesh.router.match import Matcher, Matches, MatchState, Route, best_ranks
 
@@ -50,13 +51,23 @@ class MatchClient(Matcher):
         timeout_s: longest wait for an answer.
         clock: measures rests.
         predicted_ttl_s: how long a prompt counts as held by the server that it was sent to, unless its events come.
+        security: keys, where the indexer asks for some.
     """
 
-    def __init__(self, endpoint: str, *, timeout_s: float, clock: Clock, predicted_ttl_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        timeout_s: float,
+        clock: Clock,
+        predicted_ttl_s: float = 0.0,
+        security: CurveSecurity | None = None,
+    ) -> None:
         self._endpoint = endpoint
         self._timeout_s = timeout_s
         self._clock = clock
         self._predicted_ttl_s = predicted_ttl_s
+        self._security = security
         self._socket: zmq.Socket[bytes] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pending: dict[int, _Pending] = {}
@@ -86,6 +97,8 @@ class MatchClient(Matcher):
         loop = self._loop = asyncio.get_running_loop()
         descriptor = socket.FD
         try:
+            if self._security is not None:
+                self._security.apply_client(socket)
             socket.connect(self._endpoint)
             self._socket = socket
             loop.add_reader(descriptor, self._receive_all)

@@ -20,6 +20,7 @@ from kvmesh.events.replay import REPLAY_SILENCE_S, KeptBatch, ReplayFailedError,
 from kvmesh.events.tracking import Arrival, SequenceTracker
 from kvmesh.events.watermark import Watermark, payload_digest
 from kvmesh.net.clock import Clock, SystemClock
+from kvmesh.net.curve import CurveSecurity
 from kvmesh.telemetry import get_logger
 
 __all__ = ["CONFIRM_AFTER_S", "REPLAY_COOLDOWN_S", "OrderedStream"]
@@ -59,6 +60,7 @@ class OrderedStream:
         clock: Clock | None = None,
         replay_silence_s: float = REPLAY_SILENCE_S,
         resume_from: Watermark | None = None,
+        security: CurveSecurity | None = None,
     ) -> None:
         self.deliver: Deliver = _ignore
         self.connected = False
@@ -68,6 +70,7 @@ class OrderedStream:
         self._replay_endpoint = replay_endpoint
         self._context = context
         self._replay_silence_s = replay_silence_s
+        self._security = security
         self._clock = clock or SystemClock()
         self._quarantine = Quarantine(publisher, self._clock)
         self._tracker = SequenceTracker()
@@ -184,7 +187,9 @@ class OrderedStream:
         start = 0 if anew else max(self._tracker.applied, 0)
         rebuilding = recognised = anew or self._tracker.knows_nothing
         try:
-            async with ReplayRequest(self._context, self._replay_endpoint, start, self._replay_silence_s) as replay:
+            async with ReplayRequest(
+                self._context, self._replay_endpoint, start, self._replay_silence_s, security=self._security
+            ) as replay:
                 while (message := await replay.next()) is not None:
                     if anew:
                         anew = False

@@ -9,6 +9,7 @@ import zmq
 
 from kvmesh.events.encoding import END_SEQUENCE
 from kvmesh.events.polling import readable, receive
+from kvmesh.net.curve import CurveSecurity
 
 __all__ = ["REPLAY_SILENCE_S", "KeptBatch", "ReplayFailedError", "ReplayRequest"]
 
@@ -36,19 +37,31 @@ class ReplayRequest:
         endpoint: the publisher's replay service.
         start: first sequence number wanted.
         silence_s: longest pause between two answers.
+        security: keys, where the publisher asks for some.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, start: int, silence_s: float) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        start: int,
+        silence_s: float,
+        *,
+        security: CurveSecurity | None = None,
+    ) -> None:
         self._context = context
         self._endpoint = endpoint
         self._start = start
         self._silence_s = silence_s
+        self._security = security
         self._socket: zmq.Socket[bytes] | None = None
 
     async def __aenter__(self) -> Self:
         """Ask."""
         socket = self._socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
+        if self._security is not None:
+            self._security.apply_client(socket)
         socket.connect(self._endpoint)
         socket.send_multipart([b"", self._start.to_bytes(8, "big")])
         return self

@@ -16,6 +16,7 @@ from kvmesh.events.polling import readable, receive
 from kvmesh.events.replay import REPLAY_SILENCE_S, KeptBatch
 from kvmesh.events.watermark import Watermark
 from kvmesh.net.clock import Clock, SystemClock
+from kvmesh.net.curve import CurveSecurity
 
 __all__ = [
     "Batch",
@@ -53,6 +54,7 @@ class EventSubscriber:
         replay_silence_s: longest pause between two answers of a replay.
         resume_from: :attr:`watermark` of an earlier subscription whose state the reader still has. It goes on from
             there if the publisher still has that batch and can prove it, else the reader hears :class:`Reset` first.
+        security: keys, where the publisher asks for some.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class EventSubscriber:
         clock: Clock | None = None,
         replay_silence_s: float = REPLAY_SILENCE_S,
         resume_from: Watermark | None = None,
+        security: CurveSecurity | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.replay_endpoint = replay_endpoint
@@ -78,7 +81,9 @@ class EventSubscriber:
             clock=self._clock,
             replay_silence_s=replay_silence_s,
             resume_from=resume_from,
+            security=security,
         )
+        self._security = security
         self._asked = asyncio.Event()
         """Something besides the sockets wants the loop's attention."""
         self._resync_reason: str | None = None
@@ -139,6 +144,8 @@ class EventSubscriber:
             stream.heartbeat_timeout = HEARTBEAT_TIMEOUT_MS
             stream.reconnect_ivl_max = 1000
             stream.subscribe(self._topic.encode())
+            if self._security is not None:
+                self._security.apply_client(stream)
             stream.connect(self.endpoint)
             await self._follow(stream, monitor)
         finally:

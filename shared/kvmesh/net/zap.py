@@ -6,6 +6,9 @@ answers, in a thread that it has anyway or in a task; there is no thread of its 
 
 from __future__ import annotations
 
+from typing import NoReturn
+
+import anyio
 import zmq
 from zmq.utils import z85
 
@@ -53,6 +56,12 @@ class ZapServer:
             except zmq.Again:
                 return
             self.socket.send_multipart(self._decide(frames))
+
+    async def serve(self) -> NoReturn:
+        """Decide on everyone who comes, until cancelled."""
+        while True:
+            self.answer()
+            await anyio.wait_readable(self.socket.FD)
 
     def close(self) -> None:
         """Nobody can connect any more. Idempotent."""

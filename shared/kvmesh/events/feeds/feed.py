@@ -32,6 +32,8 @@ class Feed(NamedTuple):
     """It tells one layer group only, the widest."""
     block_size: int = 0
     """Tokens per block, 0: only its events say."""
+    in_mesh: bool = False
+    """Its sockets speak CURVE where those of the mesh do."""
 
     @property
     def approximate(self) -> bool:
@@ -59,6 +61,7 @@ def feeds_of(member: Member) -> list[Feed]:
             member.epoch,
             single_group=member.events_single_group,
             block_size=member.tokens_per_block,
+            in_mesh=True,
         )
         for rank in range(member.dp_size)
     ]

@@ -14,6 +14,7 @@ from kvmesh.events.endpoints import EndpointError
 from kvmesh.events.feeds.feed import Feed, feeds_of
 from kvmesh.events.index import PrefixIndex, Source
 from kvmesh.events.subscriber import Batch, Connected, Disconnected, EventSubscriber, Reset, SubscriberStatistics
+from kvmesh.net.curve import CurveSecurity
 from kvmesh.protocol.members import Member, MemberEvent
 from kvmesh.telemetry import get_logger
 
@@ -47,6 +48,7 @@ class Feeds:
         tasks: of the service.
         context: of the sockets.
         observer: sees what goes in.
+        security: keys of the publishers that belong to the mesh; None: they are plain.
     """
 
     def __init__(
@@ -56,11 +58,13 @@ class Feeds:
         context: zmq.Context[zmq.Socket[bytes]],
         *,
         observer: FeedObserver | None = None,
+        security: CurveSecurity | None = None,
     ) -> None:
         self._index = index
         self._tasks = tasks
         self._context = context
         self._observer = observer
+        self._security = security
         self._running: dict[Source, _Running] = {}
         self._tidying = False
         self._ended = dict.fromkeys(SubscriberStatistics.__struct_fields__, 0)
@@ -89,7 +93,12 @@ class Feeds:
             self._end(running)
         subscriber = None
         if feed.endpoint is not None:
-            subscriber = EventSubscriber(feed.endpoint, feed.replay_endpoint, context=self._context)
+            subscriber = EventSubscriber(
+                feed.endpoint,
+                feed.replay_endpoint,
+                context=self._context,
+                security=self._security if feed.in_mesh else None,
+            )
         running = self._running[feed.source] = _Running(feed, subscriber, anyio.CancelScope())
         self._index.add(
             feed.source,
