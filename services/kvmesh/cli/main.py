@@ -42,6 +42,7 @@ COMMANDS = {
     "events": Command("kvmesh.cli.events", "follow the KV cache events"),
     "health": Command("kvmesh.cli.health", "ask one service whether it is well"),
     "model": Command("kvmesh.cli.model", "fetch, list and find models"),
+    "keys": Command("kvmesh.cli.keys", "make certificates and keys for a mesh"),
     "router": Command("kvmesh.cli.services", "run a router"),
     "context": Command("kvmesh.cli.services", "run a context (prefill) server"),
     "generation": Command("kvmesh.cli.services", "run a generation (decode) server"),

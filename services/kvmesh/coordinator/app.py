@@ -23,6 +23,7 @@ from kvmesh.coordinator.succession import Standing, Succession
 from kvmesh.net.clock import Clock
 from kvmesh.net.http import OPEN_PATHS, Handler, json_response, read_json
 from kvmesh.net.service import Health, Service
+from kvmesh.net.tls import Tls
 from kvmesh.protocol.errors import ApiError, bad_request, unavailable
 from kvmesh.protocol.members import Heartbeat, HeartbeatReply, Life, MemberEvent, Registration, WatchReply
 from kvmesh.telemetry import get_logger
@@ -62,6 +63,7 @@ class CoordinatorService(Service):
         cluster: namespace of the keys in etcd.
         etcd_lease_s: seconds after which another coordinator at the same etcd takes over from a silent one.
         advertise_url: where others send members to while this one leads; None: where it serves.
+        tls: certificates of its HTTP face.
     """
 
     def __init__(
@@ -77,8 +79,9 @@ class CoordinatorService(Service):
         cluster: str = "",
         etcd_lease_s: float = 5.0,
         advertise_url: str | None = None,
+        tls: Tls | None = None,
     ) -> None:
-        super().__init__("coordinator", middleware=[self._only_leading], drain_s=drain_s)
+        super().__init__("coordinator", middleware=[self._only_leading], drain_s=drain_s, tls=tls)
         self._clock = clock
         self._registry = registry
         self._ledger = ledger

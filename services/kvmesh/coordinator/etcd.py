@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import ClientError
 
 from kvmesh.net.client import HttpClient, PeerUnreachableError
+from kvmesh.net.tls import Tls
 from kvmesh.protocol.errors import ApiError
 
 __all__ = ["EtcdClient", "EtcdError", "Guard", "KeyValue"]
@@ -93,14 +94,15 @@ class EtcdClient:
     Args:
         endpoints: base URLs of the cluster's members.
         timeout_s: bound of one exchange with one endpoint.
+        tls: whom to trust behind ``https://`` and what to present.
     """
 
-    def __init__(self, endpoints: Sequence[str], *, timeout_s: float = 2.0) -> None:
+    def __init__(self, endpoints: Sequence[str], *, timeout_s: float = 2.0, tls: Tls | None = None) -> None:
         if not endpoints:
             raise ValueError("at least one etcd endpoint is needed")
         self._endpoints = [endpoint.rstrip("/") for endpoint in endpoints]
         self._timeout_s = timeout_s
-        self._http = HttpClient(timeout_s=timeout_s)
+        self._http = HttpClient(timeout_s=timeout_s, tls=tls)
         self._current = 0
 
     async def __aenter__(self) -> Self:

@@ -13,6 +13,7 @@ from kvmesh.coordinator.registry import MemberRegistry
 from kvmesh.coordinator.storage import MemoryStore
 from kvmesh.net.clock import Clock, SystemClock
 from kvmesh.net.service import run_service
+from kvmesh.net.tls import Tls
 from kvmesh.telemetry import configure_logging
 
 __all__ = ["build", "run"]
@@ -23,12 +24,14 @@ def build(settings: CoordinatorSettings, clock: Clock | None = None) -> Coordina
 
     Raises:
         NotSupportedYetError: the settings ask for API keys, which members could not present.
+        TlsError: the certificates cannot be used.
     """
     if settings.api_keys_file is not None:
         raise NotSupportedYetError(
             "not supported yet: api_keys_file of the coordinator; bind it to loopback or a trusted network"
         )
     clock = clock or SystemClock()
+    tls = Tls(settings.tls)
     registry = MemberRegistry(
         clock, lease_s=settings.lease_s, incarnation=secrets.token_hex(8), history=settings.history_max
     )
@@ -39,11 +42,17 @@ def build(settings: CoordinatorSettings, clock: Clock | None = None) -> Coordina
         ledger,
         MemoryStore(clock),
         drain_s=settings.drain_s,
-        etcd=EtcdClient(settings.etcd_endpoints) if settings.etcd_endpoints else None,
+        etcd=EtcdClient(settings.etcd_endpoints, tls=_for_etcd(settings)) if settings.etcd_endpoints else None,
         cluster=settings.cluster_name,
         etcd_lease_s=settings.etcd_lease_s,
         advertise_url=settings.advertise_url,
+        tls=tls,
     )
+
+
+def _for_etcd(settings: CoordinatorSettings) -> Tls:
+    """The client's TLS towards etcd, which is no service of the mesh: its certificate bears its own name."""
+    return Tls(settings.tls.model_copy(update={"server_name": None}))
 
 
 def run(settings: CoordinatorSettings, *, on_ready: Callable[[str], None] | None = None) -> None:

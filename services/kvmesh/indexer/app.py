@@ -18,10 +18,13 @@ from kvmesh.events.index import PrefixIndex
 from kvmesh.indexer.matching import MatchServer
 from kvmesh.indexer.merged import MergedStream
 from kvmesh.indexer.routes import Routes
-from kvmesh.net.auth import ApiKeys
+from kvmesh.net.auth import ApiKeys, KeyMetrics
+from kvmesh.net.curve import CurveSecurity
 from kvmesh.net.discovery import CoordinatorClient
 from kvmesh.net.http import api_key_middleware
 from kvmesh.net.service import Health, Service
+from kvmesh.net.tls import Tls
+from kvmesh.net.zap import ZapServer
 from kvmesh.protocol.errors import unavailable
 from kvmesh.protocol.members import Member
 
@@ -37,17 +40,21 @@ class IndexerService(Service):
 
     def __init__(self, settings: IndexerSettings) -> None:
         keys = ApiKeys(settings.api_keys_file)
-        super().__init__("indexer", middleware=[api_key_middleware(keys)], drain_s=settings.drain_s)
+        super().__init__(
+            "indexer", middleware=[api_key_middleware(keys)], drain_s=settings.drain_s, tls=Tls(settings.tls)
+        )
         self._settings = settings
         self._instance_id = f"indexer-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
         self.index = PrefixIndex(settings.max_memory_bytes)
-        self.matching = MatchServer(self.index, settings.match_endpoint)
-        self.merged = _merged(settings)
+        self._security = CurveSecurity.load(settings.curve)
+        self.matching = MatchServer(self.index, settings.match_endpoint, security=self._security)
+        self.merged = _merged(settings, self._security)
         self._scope: anyio.CancelScope | None = None
         self._ended = anyio.Event()
         self._feeds: Feeds | None = None
         self._coordinator: CoordinatorClient | None = None
         self.metrics.collect_statistics("kvmesh_indexer", self.statistics)
+        self.metrics.collect(KeyMetrics(keys))
         Routes(self.index, self._started, self.merged).add_to(self.app.router)
 
     async def start(self, tasks: TaskGroup, url: str) -> None:
@@ -59,7 +66,7 @@ class IndexerService(Service):
         feeds = self._feeds = await tasks.start(self._work)
         if self._settings.coordinator_url is None:
             return
-        self._coordinator = CoordinatorClient(self._settings.coordinator_url)
+        self._coordinator = CoordinatorClient(self._settings.coordinator_url, tls=self.tls)
         await self._coordinator.start(tasks)
         self._coordinator.subscribe(feeds.hear)
         self._coordinator.announce(
@@ -86,6 +93,7 @@ class IndexerService(Service):
     async def _work(self, *, task_status: TaskStatus[Feeds]) -> None:
         """Answer and follow; every socket is closed at the end."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        zap = None if self._security is None else ZapServer(context, self._security)
         try:
             self.matching.bind(context)
             if self.merged is not None:
@@ -93,13 +101,17 @@ class IndexerService(Service):
             async with anyio.create_task_group() as tasks:
                 self._scope = tasks.cancel_scope
                 tasks.start_soon(self.matching.serve)
+                if zap is not None:
+                    tasks.start_soon(zap.serve)
                 if self.merged is not None:
                     tasks.start_soon(self.merged.serve)
-                task_status.started(Feeds(self.index, tasks, context, observer=self.merged))
+                task_status.started(Feeds(self.index, tasks, context, observer=self.merged, security=self._security))
         finally:
             self.matching.close()
             if self.merged is not None:
                 self.merged.close()
+            if zap is not None:
+                zap.close()
             context.term()
             self._ended.set()
 
@@ -125,9 +137,12 @@ class IndexerService(Service):
         return self._feeds
 
 
-def _merged(settings: IndexerSettings) -> MergedStream | None:
+def _merged(settings: IndexerSettings, security: CurveSecurity | None) -> MergedStream | None:
     if settings.publish_endpoint is None:
         return None
     return MergedStream(
-        settings.publish_endpoint, settings.publish_replay_endpoint, buffer_bytes=settings.publish_buffer_bytes
+        settings.publish_endpoint,
+        settings.publish_replay_endpoint,
+        buffer_bytes=settings.publish_buffer_bytes,
+        security=security,
     )

@@ -15,7 +15,7 @@ from anyio.abc import TaskGroup
 from kvmesh.config import RouterSettings
 from kvmesh.models.store import resolve_model
 from kvmesh.models.tokenizer import Tokenizer
-from kvmesh.net.auth import ApiKeys
+from kvmesh.net.auth import ApiKeys, KeyMetrics
 from kvmesh.net.clock import Clock, SystemClock
 from kvmesh.net.discovery import CoordinatorClient, StaticMembership
 from kvmesh.net.http import REQUEST_ID, api_key_middleware, json_response
@@ -75,6 +75,7 @@ class RouterService(Service):
         self._router_metrics = RouterMetrics(self.metrics)
         self.parts = build_parts(settings, self._upstream, self._abort, self._clock)
         self.metrics.collect_statistics("kvmesh_router", self.statistics)
+        self.metrics.collect(KeyMetrics(keys))
         routes = self.app.router
         routes.add_post("/v1/completions", self._completions)
         routes.add_post("/v1/chat/completions", self._chat)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
 import anyio
 from aiohttp import http_exceptions, web
 
 from kvmesh.net.http import REQUEST_ID_HEADER, ROUTER_HEADER
+from kvmesh.net.tls import Tls, tls_problem
 from kvmesh.protocol.errors import ApiError, bad_request
 from kvmesh.protocol.openai.sse import SSE_HEADERS
 from kvmesh.router.upstream import UpstreamBrokenError, UpstreamUnreachableError
@@ -157,10 +158,14 @@ class HttpUpstream:
         keys: the API keys of this mesh now. Servers that ask for one are given the first; clients' keys go no further
             than the router.
         router: instance id under which this router is a member, told to the servers; None: it is none.
+        tls: whom to trust behind ``https://`` and what to present.
     """
 
-    def __init__(self, keys: Callable[[], frozenset[str]] = frozenset, *, router: str | None = None) -> None:
+    def __init__(
+        self, keys: Callable[[], frozenset[str]] = frozenset, *, router: str | None = None, tls: Tls | None = None
+    ) -> None:
         self._keys = keys
+        self._options: Callable[[], Mapping[str, Any]] = dict if tls is None else tls.for_request
         self._own = {} if router is None else {ROUTER_HEADER: router}
         self._session: aiohttp.ClientSession | None = None
 
@@ -198,7 +203,9 @@ class HttpUpstream:
         if keys := self._keys():
             headers["Authorization"] = f"Bearer {min(keys)}"
         try:
-            response = await self._session.request(method, url, data=body, headers=headers, allow_redirects=False)
+            response = await self._session.request(
+                method, url, data=body, headers=headers, allow_redirects=False, **self._options()
+            )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise UpstreamUnreachableError(_say(error)) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -209,4 +216,4 @@ class HttpUpstream:
 def _say(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientPayloadError):
         return "the connection closed in mid-answer"
-    return str(error) or type(error).__name__
+    return tls_problem(error) or str(error) or type(error).__name__

@@ -27,7 +27,8 @@ class ServiceSettings(StrictModel):
     host: str = "127.0.0.1"
     """Address to bind. Events and transfers carry prompts: bind others only on a trusted network."""
     api_keys_file: str | None = None
-    """File with one API key per line; clients then need ``Authorization: Bearer KEY``. Unset: no key is asked for."""
+    """File of API keys, ``KEY`` or ``NAME KEY`` on each line, read again when it changes; clients then need
+    ``Authorization: Bearer KEY``. Metrics show the names. Unset: no key is asked for."""
     tls: TlsSettings = Field(default_factory=TlsSettings)
     """Certificates of the HTTP face and of this service's requests to others."""
     log_level: LogLevel = "info"

@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 import aiohttp
 import msgspec
 
+from kvmesh.net.tls import Tls, tls_problem
 from kvmesh.protocol.errors import ApiError
 
 __all__ = ["HttpClient", "PeerUnreachableError"]
@@ -18,6 +19,8 @@ T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 2.0
 """Services of a mesh are a LAN hop apart; a peer that does not accept within this is treated as down."""
+
+_NO_OPTIONS: Mapping[str, Any] = {}
 
 
 class PeerUnreachableError(ConnectionError):
@@ -47,10 +50,14 @@ class HttpClient:
     Args:
         timeout_s: bound of a whole exchange unless a call gives its own.
         headers: sent with each request.
+        tls: whom to trust behind ``https://`` and what to present; None: the system's authorities, and nothing.
     """
 
-    def __init__(self, *, timeout_s: float = 10.0, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, *, timeout_s: float = 10.0, headers: Mapping[str, str] | None = None, tls: Tls | None = None
+    ) -> None:
         self._timeout_s = timeout_s
+        self._tls = tls
         self._headers = dict(headers or {})
         self._session: aiohttp.ClientSession | None = None
 
@@ -120,15 +127,23 @@ class HttpClient:
         data = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
         sent = {"Content-Type": "application/json", **(headers or {})} if data is not None else headers
         try:
-            response = await self._session.request(method, url, data=data, headers=sent, timeout=timeout)
+            options = self._tls.for_request() if self._tls is not None else _NO_OPTIONS
+            response = await self._session.request(method, url, data=data, headers=sent, timeout=timeout, **options)
         except (TimeoutError, aiohttp.ClientError) as error:
-            raise PeerUnreachableError(f"cannot reach {url}: {error or type(error).__name__}") from error
+            raise PeerUnreachableError(f"cannot reach {url}: {_reason(error, url)}") from error
         try:
             if response.status >= 400:
                 raise await _api_error(response)
             yield response
         finally:
             response.close() if not response.content.at_eof() else response.release()
+
+
+def _reason(error: Exception, url: str) -> str:
+    if isinstance(error, aiohttp.ServerDisconnectedError) and url.startswith("https:"):
+        # A client learns of a missing certificate only when it sends something.
+        return "it closed the connection; perhaps it asks for a client certificate (cert_file, key_file)"
+    return tls_problem(error) or str(error) or type(error).__name__
 
 
 async def _api_error(response: aiohttp.ClientResponse) -> ApiError:

@@ -19,6 +19,7 @@ from kvmesh.net.discovery_ledger import LedgerReporter
 from kvmesh.net.discovery_link import MAX_RETRY_S, Backoff, CoordinatorLink
 from kvmesh.net.discovery_static import StaticMembership
 from kvmesh.net.discovery_view import MemberCallback, Membership, MemberView
+from kvmesh.net.tls import Tls
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.members import (
     Heartbeat,
@@ -62,14 +63,21 @@ class CoordinatorClient:
         clock: waits between attempts and heartbeats.
         watch: whether to follow the membership; without it :meth:`members` stays empty.
         headers: sent with every request (credentials).
+        tls: whom to trust behind ``https://`` and what to present.
     """
 
     def __init__(
-        self, url: str, *, clock: Clock | None = None, watch: bool = True, headers: dict[str, str] | None = None
+        self,
+        url: str,
+        *,
+        clock: Clock | None = None,
+        watch: bool = True,
+        headers: dict[str, str] | None = None,
+        tls: Tls | None = None,
     ) -> None:
         self._clock = clock or SystemClock()
         self._watch = watch
-        self._http = HttpClient(timeout_s=EXCHANGE_TIMEOUT_S, headers=headers)
+        self._http = HttpClient(timeout_s=EXCHANGE_TIMEOUT_S, headers=headers, tls=tls)
         self._link = CoordinatorLink(url)
         self._view = MemberView()
         self._tasks: TaskGroup | None = None

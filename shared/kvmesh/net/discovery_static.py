@@ -16,6 +16,7 @@ from anyio.abc import TaskGroup, TaskStatus
 from kvmesh.net.client import HttpClient, PeerUnreachableError
 from kvmesh.net.clock import Clock, SystemClock
 from kvmesh.net.discovery_view import MemberCallback, MemberView
+from kvmesh.net.tls import Tls
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.members import Count, Epoch, Member, MemberEvent, Role, WatchReply
 from kvmesh.telemetry import get_logger
@@ -64,6 +65,7 @@ class StaticMembership:
         generation_urls: base URLs, ``http://`` may be left out.
         clock: waits between probes.
         dialect: of these servers.
+        tls: whom to trust behind ``https://`` and what to present.
     """
 
     def __init__(
@@ -73,11 +75,12 @@ class StaticMembership:
         *,
         clock: Clock | None = None,
         dialect: str = "kvmesh",
+        tls: Tls | None = None,
     ) -> None:
         self._clock = clock or SystemClock()
         self._dialect = dialect
         self._view = MemberView()
-        self._http = HttpClient(timeout_s=PROBE_TIMEOUT_S)
+        self._http = HttpClient(timeout_s=PROBE_TIMEOUT_S, tls=tls)
         self._scope: anyio.CancelScope | None = None
         self._alive: dict[str, Member] = {}
         self._revision = 0

@@ -5,7 +5,6 @@ Middlewares are plain callables; :func:`middlewares` gives the usual stack in it
 
 from __future__ import annotations
 
-import hmac
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
@@ -15,6 +14,7 @@ import msgspec
 import structlog
 from aiohttp import web
 
+from kvmesh.net.auth import ApiKeys
 from kvmesh.protocol.errors import ApiError, bad_request
 from kvmesh.telemetry import get_logger
 from kvmesh.telemetry.metrics import Metrics
@@ -57,6 +57,8 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
 def error_response(error: ApiError) -> web.Response:
     """An error as OpenAI's clients expect it, with ``Retry-After`` where one is known."""
     headers = {"Retry-After": str(error.retry_after_s)} if error.retry_after_s is not None else None
+    if error.status == 401:
+        headers = {"WWW-Authenticate": "Bearer"}
     return json_response(error.body(), error.status, headers)
 
 
@@ -164,21 +166,16 @@ def _from_aiohttp(request: web.Request, error: web.HTTPException) -> ApiError:
     return ApiError(error.status, error.reason)
 
 
-def api_key_middleware(keys: Callable[[], frozenset[str]], open_paths: frozenset[str] = OPEN_PATHS) -> Middleware:
-    """Require ``Authorization: Bearer KEY`` while ``keys()`` is not empty; probes stay open."""
+def api_key_middleware(keys: ApiKeys, open_paths: frozenset[str] = OPEN_PATHS) -> Middleware:
+    """Require ``Authorization: Bearer KEY`` while there are ``keys``; probes stay open."""
 
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        accepted = keys()
-        if accepted and request.path not in open_paths:
+        if keys.asked and request.path not in open_paths:
             scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-            # A header's bytes need not be UTF-8; whatever they are, they only have to be compared.
-            given = key.strip().encode(errors="surrogateescape") if scheme.lower() == "bearer" else b""
-            # Every key is compared in constant time: how long it takes says nothing about which is close.
-            if not sum(hmac.compare_digest(given, key.encode()) for key in accepted):
+            if keys.admit(key.strip() if scheme.lower() == "bearer" else "") is None:
                 raise ApiError(
                     401,
                     "Missing or unknown API key; send it as 'Authorization: Bearer KEY'.",
-                    type="authentication_error",
                     code="invalid_api_key",
                 )
         return await handler(request)

@@ -6,6 +6,7 @@ A service is a :class:`Service`; :func:`run_service` is a whole process around i
 from __future__ import annotations
 
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import NamedTuple
@@ -17,6 +18,8 @@ from anyio.abc import TaskGroup
 from kvmesh.net.address import listen, reachable_host
 from kvmesh.net.faults import arm_from_environment
 from kvmesh.net.http import MAX_BODY_BYTES, Handler, Middleware, json_response, middlewares
+from kvmesh.net.tls import Tls
+from kvmesh.net.tls_listener import TlsListener
 from kvmesh.protocol.errors import unavailable
 from kvmesh.telemetry import get_logger
 from kvmesh.telemetry.metrics import CONTENT_TYPE, Metrics
@@ -44,13 +47,22 @@ class Service:
         name: ``router``, ``context``...; appears in logs and metrics.
         middleware: further middlewares, innermost last (API keys).
         drain_s: how long a stopping service waits for the requests it has begun.
+        tls: certificates of its HTTP face; None, or without one to serve: plain HTTP.
     """
 
     open_while_draining: frozenset[str] = frozenset()
     """Paths of POST requests that are still served while the service drains."""
 
-    def __init__(self, name: str, *, middleware: Iterable[Middleware] = (), drain_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        middleware: Iterable[Middleware] = (),
+        drain_s: float = 10.0,
+        tls: Tls | None = None,
+    ) -> None:
         self.name = name
+        self.tls = tls
         self.metrics = Metrics()
         self.draining = False
         self.drain_s = drain_s
@@ -128,22 +140,41 @@ async def serving(service: Service, host: str = "127.0.0.1", port: int = 0) -> A
         OSError: the address cannot be bound.
     """
     listener = listen(host, port, backlog=LISTEN_BACKLOG)
-    url = f"http://{reachable_host(host)}:{listener.getsockname()[1]}"
+    secure = None
+    if service.tls is not None and service.tls.serves:
+        secure = service.tls
+    url = f"{'https' if secure else 'http'}://{reachable_host(host)}:{listener.getsockname()[1]}"
     # A client that leaves cancels its handler: that is how a request learns that nobody wants it any more.
     runner = web.AppRunner(service.app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    accepting: TlsListener | None = None
     async with anyio.create_task_group() as tasks:
         try:
             await runner.setup()
-            await web.SockSite(runner, listener).start()
+            if secure is None:
+                await web.SockSite(runner, listener).start()
+            else:
+                accepting = _accept_tls(service, runner, listener, secure, tasks)
             await service.start(tasks, url)
             yield url
         finally:
             with anyio.CancelScope(shield=True):
                 await service.drain()
+                if accepting is not None:
+                    accepting.stop()
                 await runner.cleanup()
                 await service.stop()
             listener.close()
             tasks.cancel_scope.cancel()
+
+
+def _accept_tls(
+    service: Service, runner: web.AppRunner, listener: socket.socket, tls: Tls, tasks: TaskGroup
+) -> TlsListener:
+    assert runner.server is not None, "the runner is set up"
+    accepting = TlsListener(listener, runner.server, tls)
+    service.metrics.collect_statistics("kvmesh_tls", lambda: {**tls.statistics(), **accepting.statistics()})
+    accepting.start(tasks)
+    return accepting
 
 
 def run_service(service: Service, host: str, port: int, *, on_ready: Callable[[str], None] | None = None) -> None:

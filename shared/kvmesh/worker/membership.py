@@ -20,7 +20,7 @@ _log = get_logger("worker")
 
 async def join_mesh(
     tasks: TaskGroup,
-    coordinator_url: str,
+    coordinator: CoordinatorClient,
     member: Member,
     engine: EngineGroup,
     legs: ContextLegs,
@@ -32,7 +32,7 @@ async def join_mesh(
 
     Args:
         tasks: owns what runs from now on.
-        coordinator_url: of the coordinator.
+        coordinator: not started yet.
         member: this worker.
         engine: its engines.
         legs: its context legs; those of a router that is gone are given up.
@@ -40,9 +40,8 @@ async def join_mesh(
         fail: called with the reason when the mesh goes on without this life of the worker.
 
     Returns:
-        The client, to drain and to leave with.
+        The same client, to drain and to leave with.
     """
-    coordinator = CoordinatorClient(coordinator_url)
     await coordinator.start(tasks)
     coordinator.subscribe(_on_member_event(member.instance_id, engine, legs))
     engine.on_ledger(coordinator.report)

@@ -16,10 +16,11 @@ from opentelemetry.trace import SpanKind
 from kvmesh.config import WorkerSettings
 from kvmesh.models.store import resolve_model
 from kvmesh.models.tokenizer import Tokenizer
-from kvmesh.net.auth import ApiKeys
+from kvmesh.net.auth import ApiKeys, KeyMetrics
 from kvmesh.net.discovery import CoordinatorClient
 from kvmesh.net.http import OPEN_PATHS, REQUEST_ID, ROUTER_HEADER, api_key_middleware, json_response, read_json
 from kvmesh.net.service import Health, Service
+from kvmesh.net.tls import Tls
 from kvmesh.protocol.errors import ApiError, unavailable
 from kvmesh.protocol.members import Load
 from kvmesh.protocol.openai.requests import ApiKind, decode_request
@@ -75,7 +76,8 @@ class WorkerService(Service):
     def __init__(self, settings: WorkerSettings) -> None:
         name = "worker" if settings.role == "both" else settings.role
         keys = ApiKeys(settings.api_keys_file)
-        super().__init__(name, middleware=[api_key_middleware(keys, _OPEN_PATHS)], drain_s=settings.drain_s)
+        tls = Tls(settings.tls)
+        super().__init__(name, middleware=[api_key_middleware(keys, _OPEN_PATHS)], drain_s=settings.drain_s, tls=tls)
         instance_id = settings.instance_id or f"{name}-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
         self.settings = settings.model_copy(update={"instance_id": instance_id})
         self.instance_id = instance_id
@@ -101,6 +103,7 @@ class WorkerService(Service):
             self.settings.dp_size,
             lambda rank: None if self._engine is None else self._engine.engines[rank].stats,
         )
+        self.metrics.collect(KeyMetrics(keys))
         self.metrics.collect_statistics("kvmesh_worker_legs", self._context_legs.statistics)
         routes = self.app.router
         routes.add_post("/v1/completions", self._completions)
@@ -131,7 +134,13 @@ class WorkerService(Service):
         if settings.coordinator_url is not None:
             member = member_of(settings, self._facts.name, ranks, epoch=engine.epoch, url=url)
             self._coordinator = await join_mesh(
-                tasks, settings.coordinator_url, member, engine, self._context_legs, load=self.load, fail=self._fail
+                tasks,
+                CoordinatorClient(settings.coordinator_url, tls=self.tls),
+                member,
+                engine,
+                self._context_legs,
+                load=self.load,
+                fail=self._fail,
             )
             self.metrics.collect_statistics("kvmesh_worker", self._coordinator.statistics)
         engine.on_ledger(self._context_legs.note)

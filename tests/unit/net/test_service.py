@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from kvmesh.net.auth import ApiKeys
 from kvmesh.net.client import HttpClient, PeerUnreachableError
 from kvmesh.net.http import REQUEST_ID_HEADER, api_key_middleware, json_response, read_json
 from kvmesh.net.service import Health, Service, serving
@@ -23,7 +24,7 @@ class Greeter(Service):
     """A service with one slow and one broken route."""
 
     def __init__(self, keys: frozenset[str] = frozenset()) -> None:
-        super().__init__("greeter", middleware=[api_key_middleware(lambda: keys)], drain_s=5)
+        super().__init__("greeter", middleware=[api_key_middleware(ApiKeys(fixed=keys))], drain_s=5)
         self.ready = False
         self.entered = anyio.Event()
         self.release = anyio.Event()

@@ -1,0 +1,196 @@
+"""A service that speaks TLS: who is let in, who is told what, and that nothing hangs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import anyio
+import pytest
+from aiohttp import web
+
+from kvmesh.cli.certificates import Files, make_certificate
+from kvmesh.config.tls import TlsSettings
+from kvmesh.net import tls_listener
+from kvmesh.net.client import HttpClient, PeerUnreachableError
+from kvmesh.net.http import json_response
+from kvmesh.net.service import Service, serving
+from kvmesh.net.tls import Tls
+from kvmesh.protocol.errors import ApiError
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return make_certificate(tmp_path_factory.mktemp("mesh"))
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return make_certificate(tmp_path_factory.mktemp("stranger"))
+
+
+def tls_of(files: Files, **more: object) -> Tls:
+    settings = {"cert_file": str(files.certificate), "key_file": str(files.key), "ca_file": str(files.ca), **more}
+    return Tls(TlsSettings.model_validate(settings))
+
+
+def trusting(files: Files, **more: object) -> Tls:
+    return Tls(TlsSettings.model_validate({"ca_file": str(files.ca), **more}))
+
+
+class Door(Service):
+    """A service that tells who came in."""
+
+    def __init__(self, tls: Tls) -> None:
+        super().__init__("door", tls=tls)
+        self.app.router.add_get("/who", self._who)
+
+    async def _who(self, request: web.Request) -> web.Response:
+        assert request.transport is not None
+        certificate = request.transport.get_extra_info("peercert")
+        return json_response({"name": "" if not certificate else dict(certificate["subject"][0])["commonName"]})
+
+
+@asynccontextmanager
+async def door(tls: Tls) -> AsyncIterator[tuple[str, Door]]:
+    service = Door(tls)
+    with anyio.fail_after(20):
+        async with serving(service) as url:
+            yield url, service
+
+
+async def ask(url: str, tls: Tls | None = None) -> str:
+    async with HttpClient(timeout_s=5.0, tls=tls) as http:
+        return (await http.call("GET", f"{url}/who", dict[str, str]))["name"]
+
+
+def count(service: Door, name: str) -> float:
+    values = [line.split()[1] for line in service.metrics.render().decode().splitlines() if line.startswith(f"{name} ")]
+    return float(values[0])
+
+
+async def test_a_client_that_trusts_the_authority_is_served(files: Files) -> None:
+    async with door(tls_of(files)) as (url, service):
+        assert url.startswith("https://127.0.0.1:")
+        assert await ask(url, trusting(files)) == ""
+        assert count(service, "kvmesh_tls_handshakes_total") == 1
+        assert count(service, "kvmesh_tls_certificate_not_after_seconds") > 0
+
+
+async def test_a_client_certificate_is_asked_for_where_it_is_required(files: Files, stranger: Files) -> None:
+    async with door(tls_of(files, client_auth="required")) as (url, service):
+        assert await ask(url, tls_of(files)) == "kvmesh"
+        with pytest.raises(PeerUnreachableError, match="perhaps it asks for a client certificate"):
+            await ask(url, trusting(files))
+        assert count(service, "kvmesh_tls_refused_no_certificate_total") >= 1
+        foreign = Tls(
+            TlsSettings(cert_file=str(stranger.certificate), key_file=str(stranger.key), ca_file=str(stranger.ca))
+        )
+        mixed = foreign.for_request()["ssl"]
+        mixed.load_verify_locations(str(files.ca))
+        with pytest.raises(PeerUnreachableError):
+            await ask(url, foreign)
+        assert count(service, "kvmesh_tls_refused_bad_certificate_total") >= 1
+
+
+async def test_an_optional_certificate_may_be_left_out(files: Files) -> None:
+    async with door(tls_of(files, client_auth="optional")) as (url, _):
+        assert await ask(url, trusting(files)) == ""
+        assert await ask(url, tls_of(files)) == "kvmesh"
+
+
+async def test_a_plain_http_client_is_told_so_at_once(files: Files) -> None:
+    async with door(tls_of(files)) as (url, service):
+        with pytest.raises(ApiError, match="speaks TLS; use https://") as caught:
+            await ask(url.replace("https", "http"))
+        assert (caught.value.status, caught.value.code) == (400, "tls_required")
+        assert count(service, "kvmesh_tls_refused_plain_http_total") == 1
+
+
+async def test_clients_say_what_they_dislike(files: Files, stranger: Files) -> None:
+    async with door(tls_of(files)) as (url, _):
+        with pytest.raises(PeerUnreachableError, match=r"not signed by the trusted authorities \(ca_file\)"):
+            await ask(url, trusting(stranger))
+        with pytest.raises(PeerUnreachableError, match=r"not signed by the trusted authorities \(ca_file\)"):
+            await ask(url)
+        with pytest.raises(PeerUnreachableError, match="certificate cannot be trusted: Hostname mismatch"):
+            await ask(url, trusting(files, server_name="elsewhere.example"))
+    async with serving(Service("plain")) as plain:
+        with pytest.raises(PeerUnreachableError, match="does not speak TLS"):
+            await ask(plain.replace("http", "https"), trusting(files))
+
+
+async def test_a_name_may_stand_for_every_address(tmp_path: Path) -> None:
+    """Addresses of pods are in no certificate: one name in all of them is verified instead."""
+    files = make_certificate(tmp_path)
+    async with door(tls_of(files)) as (url, _):
+        assert await ask(url, trusting(files, server_name="kvmesh.internal")) == ""
+
+
+async def test_a_connection_that_says_nothing_is_closed_in_time(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls_listener, "HANDSHAKE_TIMEOUT_S", 0.2)
+    async with door(tls_of(files)) as (url, service):
+        stream = await anyio.connect_tcp("127.0.0.1", int(url.rpartition(":")[2]))
+        async with stream:
+            with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
+                await stream.receive()
+        stream = await anyio.connect_tcp("127.0.0.1", int(url.rpartition(":")[2]))
+        async with stream:
+            await stream.send(b"\x16\x03\x01")
+            with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
+                await stream.receive()
+        assert await ask(url, trusting(files)) == "", "others are served meanwhile"
+        assert count(service, "kvmesh_tls_refused_timeout_total") == 2
+
+
+async def test_noise_is_refused_and_a_bare_connection_is_no_refusal(files: Files) -> None:
+    async with door(tls_of(files)) as (url, service):
+        stream = await anyio.connect_tcp("127.0.0.1", int(url.rpartition(":")[2]))
+        async with stream:
+            await stream.send(b"\x16" + b"\xff" * 300)
+            with contextlib.suppress(anyio.EndOfStream, anyio.BrokenResourceError):
+                while await stream.receive():
+                    pass  # an alert may come before the end
+        await (await anyio.connect_tcp("127.0.0.1", int(url.rpartition(":")[2]))).aclose()
+        assert await ask(url, trusting(files)) == ""
+        assert count(service, "kvmesh_tls_refused_broken_total") == 1
+
+
+async def test_a_service_that_stops_ends_connections_and_waiting_handshakes(files: Files) -> None:
+    async with anyio.create_task_group() as tasks:
+        async with door(tls_of(files)) as (url, _):
+            silent = await anyio.connect_tcp("127.0.0.1", int(url.rpartition(":")[2]))
+            http = await HttpClient(tls=trusting(files)).__aenter__()
+            await http.call("GET", f"{url}/who", dict[str, str])
+        async with silent:
+            with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
+                await silent.receive()
+        await http.__aexit__(None, None, None)
+        tasks.cancel_scope.cancel()
+
+
+async def test_certificates_change_without_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that trust only the new authority are served as soon as the files are there; running ones go on."""
+    monkeypatch.setattr("kvmesh.net.tls.LOOK_S", 0.0)
+    files = make_certificate(tmp_path / "now")
+    later = make_certificate(tmp_path / "later")
+    async with door(tls_of(files)) as (url, service), HttpClient(tls=trusting(files)) as running:
+        await running.call("GET", f"{url}/who", dict[str, str])
+        for new, old in ((later.ca, files.ca), (later.key, files.key), (later.certificate, files.certificate)):
+            new.rename(old)
+        assert await ask(url, trusting(files)) == "", "the file at ca_file is the new authority"
+        await running.call("GET", f"{url}/who", dict[str, str])
+        assert count(service, "kvmesh_tls_reloads_total") == 1
+
+
+async def test_the_plain_answer_is_http_for_other_clients_too(files: Files) -> None:
+    async with (
+        door(tls_of(files)) as (url, _),
+        aiohttp.ClientSession() as session,
+        session.post(url.replace("https", "http"), data=b"x" * 10_000) as response,
+    ):
+        assert response.status == 400
+        assert (await response.json())["error"]["code"] == "tls_required"
