@@ -27,7 +27,8 @@ import resource
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -249,19 +250,19 @@ class Commands:
 
     def fill(self) -> dict[str, float]:
         self._side.open()
-        events = self._form("stored", lambda: list(map(self._side.stored, self._work.stored.tolist())))
+        events = self._form("stored", partial(_listed, self._side.stored, self._work.stored.tolist()))
         return {"s": timed(lambda: self._side.apply(events))}
 
     def lookup(self) -> dict[str, float]:
         took = {}
         for number, kind in enumerate(KINDS):
             rows = self._work.queries[self._work.kinds == number]
-            questions = self._form(kind, lambda rows=rows: list(map(self._side.by_hash, rows)))
+            questions = self._form(kind, partial(_listed, self._side.by_hash, rows))
             self._side.find(questions[:WARM_UP])
-            took[kind] = timed(lambda questions=questions: self._side.find(questions)) / len(questions)
+            took[kind] = timed(partial(self._side.find, questions)) / len(questions)
         few = self._work.queries[: max(8, TOKEN_LOOKUP_TOKENS // self._work.queries.shape[1] // self._side.block)]
-        questions = self._form("tokens", lambda: list(map(self._side.by_tokens, few)))
-        took["tokens"] = timed(lambda: self._side.find_tokens(questions)) / len(questions)
+        questions = self._form("tokens", partial(_listed, self._side.by_tokens, few))
+        took["tokens"] = timed(partial(self._side.find_tokens, questions)) / len(questions)
         return took
 
     def answers(self) -> list[list[tuple[int, int]]]:
@@ -269,7 +270,7 @@ class Commands:
         return [sorted(side.answer(side.by_hash(rows)).items()) for rows in self._work.queries]
 
     def remove(self) -> dict[str, float]:
-        events = self._form("removed", lambda: list(map(self._side.removed, self._work.removed.tolist())))
+        events = self._form("removed", partial(_listed, self._side.removed, self._work.removed.tolist()))
         return {"s": timed(lambda: self._side.apply(events))}
 
     def drop(self) -> dict[str, float]:
@@ -281,7 +282,7 @@ class Commands:
         took = {}
         for form, function in self._side.hashers().items():
             function()
-            took[form] = timed(lambda function=function: [function() for _ in range(HASH_REPEATS)]) / HASH_REPEATS
+            took[form] = timed(partial(_repeated, function)) / HASH_REPEATS
         return took
 
     def _form(self, name: str, make: Callable[[], list[Any]]) -> list[Any]:
@@ -289,6 +290,15 @@ class Commands:
         if made is None:
             made = self._forms[name] = make()
         return made
+
+
+def _listed(form: Callable[[Any], Any], rows: Iterable[Any]) -> list[Any]:
+    return list(map(form, rows))
+
+
+def _repeated(function: Callable[[], object]) -> None:
+    for _ in range(HASH_REPEATS):
+        function()
 
 
 def timed(work: Callable[[], object]) -> float:

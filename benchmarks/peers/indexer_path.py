@@ -12,6 +12,7 @@ import json
 import os
 import random
 import resource
+import selectors
 import socket
 import statistics
 import subprocess
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,8 +39,9 @@ START_S = 60.0
 ARRIVE_S = 180.0
 QUIET_S = 0.6
 QUIET_CPU_S = 0.003
-HTTP_QUERIES = 2000
-MATCH_QUERIES = 5000
+QUERIES = 4000
+AT_ONCE = (1, 16)
+"""Questions under way."""
 MODEL = "default"
 
 
@@ -223,7 +225,7 @@ def measure(
     try:
         endpoint = f"tcp://127.0.0.1:{publisher.bind_to_random_port('tcp://127.0.0.1')}"
         with start(endpoint) as service:
-            if not publisher.poll(START_S * 1000):
+            if not publisher.poll(int(START_S * 1000)):
                 raise RuntimeError("nobody has subscribed")
             publisher.recv()
             _settled(service, lambda: True)
@@ -241,66 +243,104 @@ def measure(
                 "message_us": (after_s - cpu_s) / len(stream.messages) * 1e6,
                 "bytes_per_block": (grown - memory) / stream.blocks,
             }
-            body = json.dumps(question(stream.prompts[1])).encode()
-            result |= _asked(service, "http", HTTP_QUERIES, lambda count: http_latencies(service.port, body, count))
-            if (match := service.match_endpoint) is not None:
-                ids = stream.prompts[1]
-                result |= _asked(service, "match", MATCH_QUERIES, lambda n: match_latencies(context, match, ids, n))
+            body, ids = json.dumps(question(stream.prompts[1])).encode(), stream.prompts[1]
+            for at_once in AT_ONCE:
+                result |= _asked(service, f"http_{at_once}", ask_http(service.port, body, at_once))
+                if service.match_endpoint is not None:
+                    result |= _asked(
+                        service, f"match_{at_once}", ask_match(context, service.match_endpoint, ids, at_once)
+                    )
             return result
     finally:
         publisher.close(linger=0)
         context.term()
 
 
-def _asked(service: Service, name: str, count: int, ask: Callable[[int], list[float]]) -> dict[str, float]:
-    ask(count // 20)
+def _asked(service: Service, name: str, ask: Callable[[int], list[float]]) -> dict[str, float]:
+    ask(QUERIES // 20)
     begin = service.cpu_s()
-    latencies = ask(count)
+    latencies = ask(QUERIES)
     spent = service.cpu_s() - begin
-    return {f"{name}_query_us": spent / count * 1e6, f"{name}_p50_us": statistics.median(latencies) * 1e6}
+    return {f"{name}_us": spent / QUERIES * 1e6, f"{name}_p50_us": statistics.median(latencies) * 1e6}
 
 
-def http_latencies(port: int, body: bytes, count: int) -> list[float]:
-    """Seconds of each ``POST /query``, one after another on one connection."""
-    head = f"POST /query HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    request = head.encode() + body
-    took = []
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for _ in range(count):
-            begin = time.perf_counter()
-            connection.sendall(request)
-            answer = connection.recv(1 << 16)
-            while b"\r\n\r\n" not in answer:
-                answer += connection.recv(1 << 16)
-            header, _, content = answer.partition(b"\r\n\r\n")
-            if not header.startswith(b"HTTP/1.1 200"):
-                raise RuntimeError(f"/query is answered {answer[:300]!r}")
-            length = int(header.lower().split(b"content-length:")[1].split(b"\r\n")[0])
-            while len(content) < length:
-                content += connection.recv(1 << 16)
-            took.append(time.perf_counter() - begin)
-    return took
+class _Connection:
+    """One that always waits for the answer to one ``POST /query``."""
+
+    def __init__(self, port: int, body: bytes) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=START_S)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        head = (
+            f"POST /query HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        self._request = head.encode() + body
+        self._answer = b""
+        self.asked_s = 0.0
+
+    def ask(self) -> None:
+        """Send it."""
+        self.asked_s = time.perf_counter()
+        self.socket.sendall(self._request)
+
+    def answered(self) -> bool:
+        """Read what has come; whether that completes the answer."""
+        self._answer += self.socket.recv(1 << 16)
+        header, blank, content = self._answer.partition(b"\r\n\r\n")
+        if not blank or len(content) < int(header.lower().split(b"content-length:")[1].split(b"\r\n")[0]):
+            return False
+        if not header.startswith(b"HTTP/1.1 200"):
+            raise RuntimeError(f"/query is answered {self._answer[:300]!r}")
+        self._answer = b""
+        return True
 
 
-def match_latencies(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, ids: list[int], count: int) -> list[float]:
-    """Seconds of each question on the match socket, one after another."""
+def ask_http(port: int, body: bytes, at_once: int) -> Callable[[int], list[float]]:
+    """A function that asks a number of times, on so many connections, and gives the seconds of each."""
+
+    def ask(count: int) -> list[float]:
+        took: list[float] = []
+        with selectors.DefaultSelector() as ready, ExitStack() as stack:
+            for _ in range(at_once):
+                connection = _Connection(port, body)
+                stack.enter_context(connection.socket)
+                ready.register(connection.socket, selectors.EVENT_READ, connection)
+                connection.ask()
+            while len(took) < count:
+                for key, _events in ready.select(START_S):
+                    if key.data.answered():
+                        took.append(time.perf_counter() - key.data.asked_s)
+                        key.data.ask()
+        return took
+
+    return ask
+
+
+def ask_match(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, ids: list[int], at_once: int
+) -> Callable[[int], list[float]]:
+    """As :func:`ask_http` on the match socket; one socket has so many questions under way."""
     encode = msgspec.msgpack.Encoder().encode
     decode = msgspec.msgpack.Decoder(MatchReply).decode
     tokens = np.array(ids, "<i4").tobytes()
-    took = []
-    with context.socket(zmq.DEALER) as dealer:
-        dealer.linger = 0
-        dealer.rcvtimeo = int(START_S * 1000)
-        dealer.connect(endpoint)
-        for number in range(count):
-            begin = time.perf_counter()
-            dealer.send(encode(MatchRequest(id=number, model=MODEL, token_ids=tokens)))
-            reply = decode(dealer.recv())
-            took.append(time.perf_counter() - begin)
-            if reply.id != number or reply.matches[0].device_tokens != len(ids):
-                raise RuntimeError(f"question {number} is answered {reply}")
-    return took
+
+    def ask(count: int) -> list[float]:
+        took: list[float] = []
+        with context.socket(zmq.DEALER) as dealer:
+            dealer.linger = 0
+            dealer.rcvtimeo = int(START_S * 1000)
+            dealer.connect(endpoint)
+            asked_s: dict[int, float] = {}
+            for number in range(count):
+                asked_s[number] = time.perf_counter()
+                dealer.send(encode(MatchRequest(id=number, model=MODEL, token_ids=tokens)))
+                while len(asked_s) >= at_once:
+                    reply = decode(dealer.recv())
+                    took.append(time.perf_counter() - asked_s.pop(reply.id))
+                    if reply.matches[0].device_tokens != len(ids):
+                        raise RuntimeError(f"a question is answered {reply}")
+        return took
+
+    return ask
 
 
 def compare_paths(
@@ -336,6 +376,6 @@ def path_ratios(taken: dict[str, dict[str, list[float]]]) -> dict[str, float]:
     return {
         "ingest_cpu": ratio(theirs["block_us"], ours["block_us"]),
         "ingest_memory": ratio(ours["bytes_per_block"], theirs["bytes_per_block"]),
-        "query_match_cpu": ratio(theirs["http_query_us"], ours["match_query_us"]),
-        "query_http_cpu": ratio(ours["http_query_us"], theirs["http_query_us"]),
+        **{f"query_match_cpu_{n}": ratio(theirs[f"http_{n}_us"], ours[f"match_{n}_us"]) for n in AT_ONCE},
+        **{f"query_http_cpu_{n}": ratio(ours[f"http_{n}_us"], theirs[f"http_{n}_us"]) for n in AT_ONCE},
     }
