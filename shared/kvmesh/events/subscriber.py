@@ -17,6 +17,7 @@ from kvmesh.events.replay import REPLAY_SILENCE_S, KeptBatch
 from kvmesh.events.watermark import Watermark
 from kvmesh.net.clock import Clock, SystemClock
 from kvmesh.net.curve import CurveSecurity
+from kvmesh.telemetry import get_logger
 
 __all__ = [
     "Batch",
@@ -39,7 +40,10 @@ HEARTBEAT_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 15_000
 """A publisher that vanished without a word (power, network) counts as disconnected after this."""
 
-_MONITORED = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_MONITORED = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _REFUSED
+
+_log = get_logger("events.subscriber")
 
 
 class EventSubscriber:
@@ -84,6 +88,7 @@ class EventSubscriber:
             security=security,
         )
         self._security = security
+        self._refused_total = 0
         self._asked = asyncio.Event()
         """Something besides the sockets wants the loop's attention."""
         self._resync_reason: str | None = None
@@ -176,10 +181,23 @@ class EventSubscriber:
         self._asked.clear()
 
     async def _connection_changed(self, stream: zmq.Socket[bytes], event: int) -> None:
-        if event == zmq.EVENT_DISCONNECTED:
+        if event & _REFUSED:
+            self._refused()
+        elif event == zmq.EVENT_DISCONNECTED:
             self._ordered.closed()
         else:
             await self._ordered.opened(lambda: _drain(stream))
+
+    def _refused(self) -> None:
+        """One side asks for keys and the other has none, or others; it is tried again without an end."""
+        self._refused_total += 1
+        if self._refused_total & (self._refused_total - 1) == 0:
+            _log.warning(
+                "a publisher refuses the connection; check the curve keys of both sides",
+                endpoint=self.endpoint,
+                with_keys=self._security is not None,
+                so_far=self._refused_total,
+            )
 
     async def _take_live(self, frames: list[bytes]) -> None:
         if len(frames) != 3 or len(frames[1]) != 8:
