@@ -102,8 +102,13 @@ class Handshake:
             _bond(owner, identity),
         )
 
-    def reply(self, refused: str | None = None) -> HelloReply:
-        """A signed answer; a refusal carries no descriptor."""
+    def reply(self, identity: bytes, refused: str | None = None) -> HelloReply:
+        """A signed answer, which says nothing to anybody but who has asked; a refusal carries no descriptor.
+
+        Args:
+            identity: the receiver's on the connection that it goes over.
+            refused: why the two cannot pair, if so.
+        """
         return self._sign(
             HelloReply(
                 instance_id=self.mine.key.instance_id,
@@ -115,7 +120,8 @@ class Handshake:
                 agent=b"" if refused else self._agent,
                 process=self._process,
                 refused=refused,
-            )
+            ),
+            _bond(self.mine.key.instance_id, identity),
         )
 
     def refuse_stranger(self) -> HelloReply:
@@ -130,20 +136,20 @@ class Handshake:
             refused="the introduction is not signed with the cluster secret, or was made for another connection",
         )
 
-    def pair(self, peer: Hello | HelloReply, side: Side, identity: bytes = b"") -> Pairing:
-        """What an introduction comes to.
+    def pair(self, peer: Hello | HelloReply, side: Side, identity: bytes) -> Pairing:
+        """What an introduction, or the answer to ours, comes to.
 
         Args:
-            peer: the introduction.
+            peer: what has come.
             side: which of the two this engine is.
-            identity: of the receiver on the connection that its introduction has come over.
+            identity: the receiver's on the connection that it has come over.
 
         Raises:
             StrangerError: it is not signed with this cluster's secret for this engine and this connection.
             PairingRefusedError: the two do not fit together.
         """
-        bond = _bond(self.mine.key.instance_id, identity) if isinstance(peer, Hello) else b""
-        if not self._signer.verifies(_payload(peer) + bond, peer.auth):
+        owner = self.mine.key.instance_id if isinstance(peer, Hello) else peer.instance_id
+        if not self._signer.verifies(_payload(peer) + _bond(owner, identity), peer.auth):
             raise StrangerError(f"{self.mine.key.instance_id} does not share a cluster secret with this peer")
         if (obstacle := pairing_obstacle(self.mine, peer)) is not None:
             raise PairingRefusedError(obstacle)
@@ -156,7 +162,7 @@ class Handshake:
         except (LayoutError, RouteError) as error:
             raise PairingRefusedError(f"the page layout of {peer.instance_id} does not fit: {error}") from error
 
-    def _sign(self, message: _Signed, bond: bytes = b"") -> _Signed:
+    def _sign(self, message: _Signed, bond: bytes) -> _Signed:
         message.auth = self._signer.mac(_payload(message) + bond)
         return message
 

@@ -40,6 +40,8 @@ class Link:
     peer: PeerKey
     deadline_s: float
     """Connection set-up fails then."""
+    identity: bytes = b""
+    """This engine's on the connection."""
     state: LinkState = LinkState.INTRODUCING
     lost_since_s: float | None = None
     is_fenced: bool = False
@@ -90,8 +92,8 @@ class Links:
             self.drop(link, "peer_lost", f"{peer} has taken the place of {link.peer}")
         deadline_s = self._engine.clock.monotonic_s() + self._engine.times.connect_s
         link = self._links[endpoint] = Link(endpoint, peer, deadline_s)
-        identity = self._engine.dial(endpoint)
-        self._engine.send(endpoint, self._engine.handshake.hello(peer.instance_id, identity))
+        link.identity = self._engine.dial(endpoint)
+        self._engine.send(endpoint, self._engine.handshake.hello(peer.instance_id, link.identity))
         return link
 
     def on_reply(self, endpoint: str, reply: HelloReply) -> None:
@@ -101,7 +103,7 @@ class Links:
             return
         answered = PeerKey(reply.instance_id, reply.epoch)
         try:
-            link.pairing = self._engine.handshake.pair(reply, "receiver")
+            link.pairing = self._engine.handshake.pair(reply, "receiver", link.identity)
             if reply.refused is not None:
                 raise PairingRefusedError(reply.refused)
             if answered != link.peer:

@@ -154,11 +154,12 @@ class SenderSide:
             return
         except PairingRefusedError as refusal:
             self._log.warning("refused to pair", peer=str(peer), reason=str(refusal))
-            engine.send(route, engine.handshake.reply(refused=str(refusal)))
+            engine.send(route, engine.handshake.reply(route, refused=str(refusal)))
             return
         if engine.fences.is_over(peer):
             self._log.warning("refused to pair with a life that is over", peer=str(peer))
-            engine.send(route, engine.handshake.reply(refused=f"{peer} is over: its death, or a later life, is known"))
+            over = f"{peer} is over: its death, or a later life, is known"
+            engine.send(route, engine.handshake.reply(route, refused=over))
             return
         # A newer life of an engine fences the older ones.
         self.peer_dead(peer.instance_id, peer.epoch - 1)

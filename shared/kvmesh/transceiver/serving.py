@@ -37,7 +37,7 @@ class Serving:
     def pair(self, route: bytes, peer: PeerKey, descriptor: bytes) -> None:
         """Answer a receiver's introduction, after its memory has become reachable where this side must reach it."""
         if self._engine.plane.attaches == "receiver":
-            self._engine.send(route, self._engine.handshake.reply())
+            self._engine.send(route, self._engine.handshake.reply(route))
         else:
             self._submit(peer, lambda: self._attach(route, peer, descriptor))
 
@@ -82,16 +82,16 @@ class Serving:
             way = self._engine.plane.attach(peer, descriptor, "owner")
         except PlaneError as error:
             self._log.warning("cannot reach a receiver's memory", peer=str(peer), reason=str(error))
-            self._engine.send(route, self._engine.handshake.reply(refused=str(error)))
+            self._engine.send(route, self._engine.handshake.reply(route, refused=str(error)))
             return
         except Exception:
             # The border of error isolation, as below.
             isolated(self._log, "cannot reach a receiver's memory", peer=str(peer))
             refusal = f"{self._engine.key} cannot reach the memory of {peer}; its log says why"
-            self._engine.send(route, self._engine.handshake.reply(refused=refusal))
+            self._engine.send(route, self._engine.handshake.reply(route, refused=refusal))
             return
         self._log.info("paired", peer=str(peer), plane=way)
-        self._engine.send(route, self._engine.handshake.reply())
+        self._engine.send(route, self._engine.handshake.reply(route))
 
     def fail(self, session: SendSession, reason: str) -> None:
         """End a promised session of which a piece cannot be sent (under the lock)."""

@@ -25,6 +25,7 @@ def layout(tp_size: int = 1) -> PageLayout:
 
 
 BOND = msgspec.msgpack.encode(("a", b""))
+BOND_OF_B = msgspec.msgpack.encode(("b", b""))
 
 
 def handshake(
@@ -36,21 +37,21 @@ def handshake(
 
 def refusal(mine: Handshake, message: Hello | HelloReply) -> str:
     with pytest.raises(PairingRefusedError) as caught:
-        mine.pair(message, "owner")
+        mine.pair(message, "owner", b"")
     return str(caught.value)
 
 
 def test_equal_engines_pair_page_by_page() -> None:
-    for message in (handshake("b").hello("a", b""), handshake("b").reply()):
-        pairing = handshake("a").pair(message, "owner")
+    for message in (handshake("b").hello("a", b""), handshake("b").reply(b"")):
+        pairing = handshake("a").pair(message, "owner", b"")
         assert [route.spans for route in pairing.routes] == [((0, 0, layout().groups[0].page_bytes),)]
 
 
 def test_engines_of_unequal_ranks_pair_and_agree_on_the_routes() -> None:
     """semantics §6.7"""
     owner, receiver = handshake("a", tp_size=2), handshake("b")
-    there = owner.pair(receiver.hello("a", b""), "owner")
-    here = receiver.pair(owner.reply(), "receiver")
+    there = owner.pair(receiver.hello("a", b""), "owner", b"")
+    here = receiver.pair(owner.reply(b""), "receiver", b"")
     assert there.routes == here.routes
     assert (there.layout, here.layout) == (layout(), layout(2))
 
@@ -71,9 +72,9 @@ def test_a_layout_that_lacks_what_its_digest_promises_is_refused() -> None:
     other = handshake("b")
     halves = tuple(msgspec.structs.replace(layer, num_kv_heads=2, first_kv_head=2) for layer in LAYERS)
     half = PageLayout.build(CacheRequirements(halves), 8)
-    reply = other._sign(_with(other.reply(), layout=msgspec.msgpack.encode(half)))
+    reply = other._sign(_with(other.reply(b""), layout=msgspec.msgpack.encode(half)), BOND_OF_B)
     with pytest.raises(PairingRefusedError, match="head 0 of the k buffer of layer 0 is in no page of the owner"):
-        handshake("a").pair(reply, "receiver")
+        handshake("a").pair(reply, "receiver", b"")
 
 
 GROUP = layout().groups[0]
@@ -122,7 +123,7 @@ def test_a_layout_that_contradicts_itself_or_its_digest_is_refused(stated: PageL
     other = handshake("b")
     hello = other._sign(_with(other.hello("a", b""), layout=msgspec.msgpack.encode(stated)), BOND)
     with pytest.raises(PairingRefusedError, match="the page layout of b does not fit: "):
-        handshake("a").pair(hello, side)
+        handshake("a").pair(hello, side, b"")
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
@@ -157,9 +158,9 @@ def test_a_stranger_is_refused() -> None:
 
 
 def test_a_refusal_describes_no_memory() -> None:
-    reply = handshake("a").reply(refused="no")
+    reply = handshake("a").reply(b"", refused="no")
     assert (reply.agent, reply.refused) == (b"", "no")
-    handshake("b").pair(reply, "receiver")
+    handshake("b").pair(reply, "receiver", b"")
 
 
 def _with(message, **changes):  # type: ignore[no-untyped-def]
@@ -175,3 +176,13 @@ def test_a_recorded_introduction_serves_nobody_else() -> None:
     for owner, route in (("a", b"another route"), ("c", b"route")):
         with pytest.raises(StrangerError):
             handshake(owner).pair(hello, "owner", route)
+
+
+def test_a_recorded_answer_serves_nobody_else() -> None:
+    """It was given over another connection, or is said by another engine in the owner's name."""
+    reply = handshake("a").reply(b"route")
+    handshake("b").pair(reply, "receiver", b"route")
+    with pytest.raises(StrangerError):
+        handshake("b").pair(reply, "receiver", b"another route")
+    with pytest.raises(StrangerError):
+        handshake("b").pair(_with(reply, instance_id="c"), "receiver", b"route")
