@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import anyio
@@ -12,7 +14,7 @@ from rich.markup import escape
 from kvmesh.cli.errors import UserError
 from kvmesh.cli.openai_stream import StreamTimes, stream
 from kvmesh.cli.served import served_model
-from kvmesh.cli.target import add_target_flags, auth_headers, router_url
+from kvmesh.cli.target import add_target_flags, auth_headers, router_url, tls_of
 from kvmesh.net.client import HttpClient, PeerUnreachableError
 from kvmesh.protocol.errors import ApiError
 
@@ -35,19 +37,20 @@ def run(args: argparse.Namespace) -> int:
     """Talk until the end of input."""
     console = Console()
     url = router_url(args)
-    headers = auth_headers(args)
-    model = args.model or anyio.run(served_model, url, headers, bool(args.url))
+    headers, tls = auth_headers(args), tls_of(args)
+    model = args.model or anyio.run(served_model, url, headers, bool(args.url), tls)
+    open_http = partial(HttpClient, headers=headers, tls=tls)
     history = [{"role": "system", "content": args.system}] if args.system else []
     options = {"model": model, "max_tokens": args.max_tokens, "temperature": args.temperature}
     if args.message:
         history.append({"role": "user", "content": " ".join(args.message)})
-        anyio.run(_answer, console, url, headers, options, history)
+        anyio.run(_answer, console, url, open_http, options, history)
         return 0
     console.print(f"[dim]{escape(model)} at {url}; Ctrl-C stops an answer, Ctrl-D leaves[/]", highlight=False)
     while (text := _read(console)) is not None:
         if text.strip():
             history.append({"role": "user", "content": text})
-            _turn(console, url, headers, options, history)
+            _turn(console, url, open_http, options, history)
     return 0
 
 
@@ -60,11 +63,15 @@ def _read(console: Console) -> str | None:
 
 
 def _turn(
-    console: Console, url: str, headers: dict[str, str], options: dict[str, Any], history: list[dict[str, str]]
+    console: Console,
+    url: str,
+    open_http: Callable[[], HttpClient],
+    options: dict[str, Any],
+    history: list[dict[str, str]],
 ) -> None:
     """One answer; what went wrong is said and the conversation goes on."""
     try:
-        anyio.run(_answer, console, url, headers, options, history)
+        anyio.run(_answer, console, url, open_http, options, history)
     except KeyboardInterrupt:
         console.print("[dim] (stopped)[/]")
     except UserError as error:
@@ -73,12 +80,16 @@ def _turn(
 
 
 async def _answer(
-    console: Console, url: str, headers: dict[str, str], options: dict[str, Any], history: list[dict[str, str]]
+    console: Console,
+    url: str,
+    open_http: Callable[[], HttpClient],
+    options: dict[str, Any],
+    history: list[dict[str, str]],
 ) -> None:
     times = StreamTimes()
     pieces: list[str] = []
     try:
-        async with HttpClient(headers=headers) as http:
+        async with open_http() as http:
             body = {**options, "messages": history}
             async for piece in stream(http, f"{url}/v1/chat/completions", body, times, timeout_s=ANSWER_TIMEOUT_S):
                 pieces.append(piece)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from types import TracebackType
 from typing import Self
@@ -96,8 +97,9 @@ def print_ready(console: Console, state: MeshState, run_dir: RunDir, *, detached
         )
         console.print()
     # Written past rich's wrapping: the command must survive being copied.
+    curl = f"curl -N --cacert {shlex.quote(state.tls['ca_file'])}" if "ca_file" in state.tls else "curl -N"
     console.file.write(
-        f"  curl -N {state.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n\n"
+        f"  {curl} {state.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n\n"
     )
     end = "kvmesh down stops it" if detached else "Ctrl-C stops it"
     console.print(

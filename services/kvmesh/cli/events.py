@@ -10,7 +10,14 @@ from rich.console import Console
 from kvmesh.cli.errors import UserError
 from kvmesh.cli.events_follow import follow_indexer, follow_mesh, follow_one
 from kvmesh.cli.events_view import EVENT_TYPES, DecodeTokens, EventFilter, Printer
-from kvmesh.cli.target import add_api_key_flag, auth_headers, coordinator_url, indexer_url
+from kvmesh.cli.target import (
+    add_api_key_flag,
+    add_coordinator_flags,
+    auth_headers,
+    coordinator_url,
+    indexer_url,
+    tls_of,
+)
 from kvmesh.models.errors import ModelError
 from kvmesh.models.store import resolve_model
 from kvmesh.models.tokenizer import Tokenizer
@@ -23,7 +30,7 @@ OF_THE_MESH = "-"
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:  # noqa: ARG001 - one command
     """Whose events, which of them, and what is shown."""
-    parser.add_argument("--coordinator", metavar="URL", help="coordinator (default: that of the mesh 'up' started)")
+    add_coordinator_flags(parser)
     parser.add_argument("--endpoint", metavar="ZMQ", help="one publisher, such as tcp://127.0.0.1:5557; no coordinator")
     parser.add_argument(
         "--indexer",
@@ -71,9 +78,9 @@ def run(args: argparse.Namespace) -> int:
         anyio.run(follow_one, args.endpoint, printer)
     elif args.indexer:
         url = indexer_url(None if args.indexer == OF_THE_MESH else args.indexer)
-        anyio.run(follow_indexer, url, workers, printer, auth_headers(args))
+        anyio.run(follow_indexer, url, workers, printer, auth_headers(args), tls_of(args))
     else:
-        anyio.run(follow_mesh, coordinator_url(args), workers, printer)
+        anyio.run(follow_mesh, coordinator_url(args), workers, printer, tls_of(args))
     return 0
 
 

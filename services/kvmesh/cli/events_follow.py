@@ -16,6 +16,7 @@ from kvmesh.cli.events_view import Printer, Stream
 from kvmesh.events.endpoints import EndpointError, rank_endpoint
 from kvmesh.net.client import HttpClient, PeerUnreachableError
 from kvmesh.net.discovery import CoordinatorClient
+from kvmesh.net.tls import Tls
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.members import Member, MemberEvent
 from kvmesh.protocol.mesh_events import MeshOrigin
@@ -36,13 +37,13 @@ async def follow_one(endpoint: str, printer: Printer) -> None:
         tasks.start_soon(_follow_worker, endpoint, Stream(endpoint), printer)
 
 
-async def follow_mesh(url: str, workers: frozenset[str], printer: Printer) -> None:
+async def follow_mesh(url: str, workers: frozenset[str], printer: Printer, tls: Tls) -> None:
     """Follow the workers that a coordinator knows, or those with these names.
 
     Raises:
         UserError: no coordinator answers.
     """
-    client = CoordinatorClient(url)
+    client = CoordinatorClient(url, tls=tls)
     async with anyio.create_task_group() as tasks:
         followers = _Followers(tasks, workers, printer)
         client.subscribe(followers.hear)
@@ -59,13 +60,15 @@ async def follow_mesh(url: str, workers: frozenset[str], printer: Printer) -> No
         tasks.cancel_scope.cancel()
 
 
-async def follow_indexer(url: str, workers: frozenset[str], printer: Printer, headers: dict[str, str]) -> None:
+async def follow_indexer(
+    url: str, workers: frozenset[str], printer: Printer, headers: dict[str, str], tls: Tls
+) -> None:
     """Follow an indexer's merged stream.
 
     Raises:
         UserError: it does not answer, or has no such stream.
     """
-    async with HttpClient(timeout_s=FIND_TIMEOUT_S, headers=headers) as http:
+    async with HttpClient(timeout_s=FIND_TIMEOUT_S, headers=headers, tls=tls) as http:
         try:
             found = await http.call("GET", f"{url}/stream", _MergedEndpoints)
         except (ApiError, PeerUnreachableError) as error:

@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import anyio
 import yaml
@@ -23,7 +24,9 @@ from kvmesh.cli.rundir import MeshState, ProcessState, RunDir, start_ticks
 from kvmesh.cli.supervisor import Child, ChildEvent, Supervisor
 from kvmesh.config import MeshSettings, RouterSettings
 from kvmesh.config.sources import ENV_PREFIX
+from kvmesh.config.tls import TlsSettings
 from kvmesh.net.auth import ApiKeys
+from kvmesh.net.tls import Tls
 
 __all__ = ["PROGRAM", "SECRET_VARIABLE", "run_mesh"]
 
@@ -101,6 +104,7 @@ class Mesh:
         self._run_dir = run_dir
         self._console = console
         self._progress = progress
+        self._tls = Tls(settings.tls)
         self._supervisor = Supervisor(
             children,
             env=env,
@@ -117,6 +121,7 @@ class Mesh:
             indexer_url=plan.indexer_url,
             model=settings.model,
             temp_dir=temp_dir,
+            tls=_client_tls(settings.tls),
         )
 
     async def serve(self) -> None:
@@ -136,12 +141,12 @@ class Mesh:
     async def _come_up(self) -> None:
         headers = self._api_key_headers()
         timeout_s = self._settings.ready_timeout_s
-        waiting = Waiting(self._plan)
+        waiting = Waiting(self._plan, self._tls)
         with anyio.move_on_after(timeout_s) as scope:
             self._step("waiting for " + ", ".join(("indexer", *self._plan.worker_names)))
             await wait_until_ready(waiting, self._progress.up)
             self._step("asking a first question")
-            self._state.model, self._state.first_answer = await ask_first_question(self._plan.url, headers)
+            self._state.model, self._state.first_answer = await ask_first_question(self._plan.url, headers, self._tls)
         if scope.cancelled_caught:
             reason = await why_not_ready(waiting) or self._state.message
             raise TimeoutError(f"not ready within {timeout_s:g} s: {reason}; see {self._run_dir.logs}")
@@ -230,6 +235,13 @@ class _Settled:
         descriptor = os.open(self._config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             yaml.safe_dump(settings, file, sort_keys=False)
+
+
+def _client_tls(tls: TlsSettings) -> dict[str, str]:
+    """What the commands of this machine need, from whatever directory they are run."""
+    files = {"ca_file": tls.ca_file, "cert_file": tls.cert_file, "key_file": tls.key_file}
+    found = {name: str(Path(file).absolute()) for name, file in files.items() if file is not None}
+    return found if tls.server_name is None else {**found, "server_name": tls.server_name}
 
 
 def _environment(secret: str, temp_dir: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ from kvmesh.cli.plan import MeshPlan
 from kvmesh.cli.rundir import FirstAnswer
 from kvmesh.cli.served import served_model
 from kvmesh.net.client import HttpClient, PeerUnreachableError
+from kvmesh.net.tls import Tls
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.members import MemberList
 
@@ -30,11 +31,13 @@ class Waiting:
 
     Attributes:
         plan: of the mesh.
+        tls: whom to trust behind ``https://``.
         missing: what has not come up yet, by name; the router comes last.
     """
 
-    def __init__(self, plan: MeshPlan) -> None:
+    def __init__(self, plan: MeshPlan, tls: Tls | None = None) -> None:
         self.plan = plan
+        self.tls = tls
         self.missing = {"coordinator", "indexer", *plan.worker_names, "router"}
 
 
@@ -46,7 +49,7 @@ async def wait_until_ready(waiting: Waiting, on_up: Callable[[str], None]) -> No
         on_up: told each name as it comes up.
     """
     plan, missing = waiting.plan, waiting.missing
-    async with HttpClient(timeout_s=2.0) as http:
+    async with HttpClient(timeout_s=2.0, tls=waiting.tls) as http:
         while missing - {"router"}:
             found = await _registered(http, plan.coordinator_url)
             if "indexer" in missing and await _answers(http, f"{plan.indexer_url}/health"):
@@ -69,7 +72,7 @@ async def why_not_ready(waiting: Waiting) -> str:
         return f"{', '.join(others)} did not come up"
     if not waiting.missing:
         return ""
-    async with HttpClient(timeout_s=2.0) as http:
+    async with HttpClient(timeout_s=2.0, tls=waiting.tls) as http:
         try:
             async with http.open("GET", f"{waiting.plan.url}/ready"):
                 return ""  # it has come up just now
@@ -88,7 +91,9 @@ async def _registered(http: HttpClient, coordinator_url: str) -> list[str]:
     return ["coordinator", *(member.instance_id for member in members.members)]
 
 
-async def ask_first_question(url: str, headers: dict[str, str] | None = None) -> tuple[str, FirstAnswer]:
+async def ask_first_question(
+    url: str, headers: dict[str, str] | None = None, tls: Tls | None = None
+) -> tuple[str, FirstAnswer]:
     """Have the whole path answer once.
 
     Returns:
@@ -99,9 +104,9 @@ async def ask_first_question(url: str, headers: dict[str, str] | None = None) ->
         ApiError: it refused, or the answer was cut off.
         UserError: no model is served, or the servers have no room for the question.
     """
-    model = await served_model(url, headers)
+    model = await served_model(url, headers, tls=tls)
     try:
-        return await _first_answer(url, model, headers)
+        return await _first_answer(url, model, headers, tls)
     except ApiError as error:
         if error.code != "context_length_exceeded":
             raise
@@ -111,8 +116,10 @@ async def ask_first_question(url: str, headers: dict[str, str] | None = None) ->
         ) from error
 
 
-async def _first_answer(url: str, model: str, headers: dict[str, str] | None) -> tuple[str, FirstAnswer]:
-    async with HttpClient(timeout_s=10.0, headers=headers) as http:
+async def _first_answer(
+    url: str, model: str, headers: dict[str, str] | None, tls: Tls | None
+) -> tuple[str, FirstAnswer]:
+    async with HttpClient(timeout_s=10.0, headers=headers, tls=tls) as http:
         # What each process loads at its first request is not what people wait for later. Another text: the cache must
         # not flatter the figures.
         await _ask(http, url, model, WARM_UP, WARM_UP_TOKENS, StreamTimes())

@@ -59,6 +59,8 @@ class MeshState(msgspec.Struct, kw_only=True):
     message: str = ""
     """What it is doing, while it starts."""
     first_answer: FirstAnswer | None = None
+    tls: dict[str, str] = {}
+    """Files, and the name, that the mesh's certificates are verified by and that its clients present."""
     version: int = STATE_VERSION
 
 

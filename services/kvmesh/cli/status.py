@@ -18,9 +18,10 @@ from kvmesh.cli.console import table_console
 from kvmesh.cli.reach import explained
 from kvmesh.cli.rundir import RunDir, is_running
 from kvmesh.cli.status_cache import cache_block
-from kvmesh.cli.target import coordinator_url
+from kvmesh.cli.target import add_coordinator_flags, coordinator_url, tls_of
 from kvmesh.cli.transfer_table import plain_table, transfer_table
 from kvmesh.net.client import HttpClient, PeerUnreachableError
+from kvmesh.net.tls import Tls
 from kvmesh.protocol.cache_report import CacheReport
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.members import Member, MemberList
@@ -62,18 +63,18 @@ class _Status(msgspec.Struct):
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:  # noqa: ARG001 - one command
     """Where to look and how to show it."""
-    parser.add_argument("--coordinator", metavar="URL", help="coordinator (default: that of the mesh 'up' started)")
+    add_coordinator_flags(parser)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--watch", action="store_true", help="show it again every second until Ctrl-C")
 
 
 def run(args: argparse.Namespace) -> int:
     """Show the state of the mesh; 1 when one of its members does not answer."""
-    url, given = coordinator_url(args), bool(args.coordinator)
+    url, given, tls = coordinator_url(args), bool(args.coordinator), tls_of(args)
     console = table_console()
     if args.watch and not args.json:
-        _watch(console, url, given)
-    status = anyio.run(_read, url, given)
+        _watch(console, url, given, tls)
+    status = anyio.run(_read, url, given, tls)
     if args.json:
         console.file.write(msgspec.json.encode(status).decode() + "\n")
     else:
@@ -81,17 +82,17 @@ def run(args: argparse.Namespace) -> int:
     return FAILED if status.unreachable else 0
 
 
-def _watch(console: Console, url: str, given: bool) -> NoReturn:
+def _watch(console: Console, url: str, given: bool, tls: Tls) -> NoReturn:
     from rich.live import Live
 
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            live.update(_render(anyio.run(_read, url, given)), refresh=True)
+            live.update(_render(anyio.run(_read, url, given, tls)), refresh=True)
             time.sleep(1.0)
 
 
-async def _read(url: str, given: bool) -> _Status:
-    async with HttpClient(timeout_s=5.0) as http:
+async def _read(url: str, given: bool, tls: Tls) -> _Status:
+    async with HttpClient(timeout_s=5.0, tls=tls) as http:
         try:
             status = _Status(
                 coordinator=url,

@@ -9,10 +9,21 @@ import anyio
 
 from kvmesh.cli.errors import UserError
 from kvmesh.cli.rundir import MeshState, RunDir, is_running
+from kvmesh.cli.trust import add_tls_flags, tls_from
 from kvmesh.net.client import HttpClient, PeerUnreachableError
+from kvmesh.net.tls import Tls
 from kvmesh.protocol.errors import ApiError
 
-__all__ = ["add_api_key_flag", "add_target_flags", "auth_headers", "coordinator_url", "indexer_url", "router_url"]
+__all__ = [
+    "add_api_key_flag",
+    "add_coordinator_flags",
+    "add_target_flags",
+    "auth_headers",
+    "coordinator_url",
+    "indexer_url",
+    "router_url",
+    "tls_of",
+]
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_COORDINATOR_URL = "http://127.0.0.1:8400"
@@ -21,9 +32,16 @@ API_KEY_VARIABLE = "KVMESH_API_KEY"
 
 
 def add_target_flags(parser: argparse.ArgumentParser) -> None:
-    """``--url`` and ``--api-key``."""
+    """``--url``, ``--api-key`` and those of TLS."""
     parser.add_argument("--url", help=f"router (default: the mesh that 'up' started, else {DEFAULT_URL})")
     add_api_key_flag(parser)
+    add_tls_flags(parser)
+
+
+def add_coordinator_flags(parser: argparse.ArgumentParser) -> None:
+    """``--coordinator`` and those of TLS."""
+    parser.add_argument("--coordinator", metavar="URL", help="coordinator (default: that of the mesh 'up' started)")
+    add_tls_flags(parser)
 
 
 def add_api_key_flag(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +67,7 @@ def coordinator_url(args: argparse.Namespace) -> str:
     """
     if args.coordinator:
         urls = [_complete(url.strip()) for url in args.coordinator.split(",")]
-        return urls[0] if len(urls) == 1 else anyio.run(_first_that_answers, urls)
+        return urls[0] if len(urls) == 1 else anyio.run(_first_that_answers, urls, tls_of(args))
     state = _running()
     return state.coordinator_url if state is not None else DEFAULT_COORDINATOR_URL
 
@@ -60,6 +78,16 @@ def indexer_url(given: str | None) -> str:
         return _complete(given)
     state = _running()
     return state.indexer_url if state is not None else DEFAULT_INDEXER_URL
+
+
+def tls_of(args: argparse.Namespace) -> Tls:
+    """Whom to trust, and what to present; that of the running mesh unless another one is named.
+
+    Raises:
+        UserError: a file cannot be used.
+    """
+    named = any(getattr(args, flag, None) for flag in ("url", "coordinator", "indexer"))
+    return tls_from(args, None if named else _running())
 
 
 def auth_headers(args: argparse.Namespace) -> dict[str, str]:
@@ -73,8 +101,8 @@ def _running() -> MeshState | None:
     return state if state is not None and is_running(state.supervisor) else None
 
 
-async def _first_that_answers(urls: list[str]) -> str:
-    async with HttpClient(timeout_s=5.0) as http:
+async def _first_that_answers(urls: list[str], tls: Tls) -> str:
+    async with HttpClient(timeout_s=5.0, tls=tls) as http:
         for url in urls:
             try:
                 async with http.open("GET", f"{url}/health"):

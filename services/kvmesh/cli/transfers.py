@@ -16,9 +16,10 @@ from rich.text import Text
 from kvmesh.cli.console import table_console
 from kvmesh.cli.errors import UserError
 from kvmesh.cli.reach import explained
-from kvmesh.cli.target import coordinator_url
+from kvmesh.cli.target import add_coordinator_flags, coordinator_url, tls_of
 from kvmesh.cli.transfer_table import plain_table, transfer_table
 from kvmesh.net.client import HttpClient, PeerUnreachableError
+from kvmesh.net.tls import Tls
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.transfer import TransferList, TransferRecord, TransferState
 
@@ -41,17 +42,17 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:  # noqa: 
     parser.add_argument("--request", metavar="ID", help="only those of this request")
     parser.add_argument("--older-than", metavar="S", type=float, help="only those older, or longer, than S seconds")
     parser.add_argument("--limit", metavar="N", type=int, default=20, help="at most so many (default: 20)")
-    parser.add_argument("--coordinator", metavar="URL", help="coordinator (default: that of the mesh 'up' started)")
+    add_coordinator_flags(parser)
     parser.add_argument("--json", action="store_true", help="print them as JSON")
     parser.add_argument("--watch", action="store_true", help="show them again every second until Ctrl-C")
 
 
 def run(args: argparse.Namespace) -> int:
     """Show transfers; see :data:`STUCK` for the status."""
-    url = coordinator_url(args)
+    url, tls = coordinator_url(args), tls_of(args)
     console = table_console()
     if args.transfer_id is not None:
-        record = anyio.run(_one, url, args.transfer_id, bool(args.coordinator))
+        record = anyio.run(_one, url, args.transfer_id, bool(args.coordinator), tls)
         _put(console, record, _sides(record), as_json=args.json)
         return 0
     if args.watch and not args.json:
@@ -59,9 +60,9 @@ def run(args: argparse.Namespace) -> int:
 
         with Live(console=console, auto_refresh=False) as live:
             while True:
-                live.update(_listing(anyio.run(_several, url, args)), refresh=True)
+                live.update(_listing(anyio.run(_several, url, args, tls)), refresh=True)
                 time.sleep(WATCH_S)
-    listed = anyio.run(_several, url, args)
+    listed = anyio.run(_several, url, args, tls)
     _put(console, listed, _listing(listed), as_json=args.json)
     return STUCK if args.stuck and listed.transfers else 0
 
@@ -73,8 +74,8 @@ def _put(console: Console, data: TransferList | TransferRecord, shown: Renderabl
         console.print(shown)
 
 
-async def _one(url: str, transfer_id: str, given: bool) -> TransferRecord:
-    async with HttpClient(timeout_s=5.0) as http:
+async def _one(url: str, transfer_id: str, given: bool, tls: Tls) -> TransferRecord:
+    async with HttpClient(timeout_s=5.0, tls=tls) as http:
         try:
             return await http.call("GET", f"{url}/transfers/{quote(transfer_id, safe='')}", TransferRecord)
         except ApiError as error:
@@ -85,7 +86,7 @@ async def _one(url: str, transfer_id: str, given: bool) -> TransferRecord:
             raise await explained(http, error, url, wanted="coordinator", given=given) from error
 
 
-async def _several(url: str, args: argparse.Namespace) -> TransferList:
+async def _several(url: str, args: argparse.Namespace, tls: Tls) -> TransferList:
     asked = {
         "state": args.state,
         "open": "1" if args.open else None,
@@ -96,7 +97,7 @@ async def _several(url: str, args: argparse.Namespace) -> TransferList:
         "limit": args.limit,
     }
     query = urlencode({key: value for key, value in asked.items() if value is not None})
-    async with HttpClient(timeout_s=5.0) as http:
+    async with HttpClient(timeout_s=5.0, tls=tls) as http:
         try:
             return await http.call("GET", f"{url}/transfers?{query}", TransferList)
         except (PeerUnreachableError, ApiError, msgspec.DecodeError) as error:

@@ -38,6 +38,7 @@ from kvmesh.models.progress import download_bar
 from kvmesh.models.store import resolve_model
 from kvmesh.net.client import PeerUnreachableError
 from kvmesh.net.groups import leaves
+from kvmesh.net.tls import Tls
 from kvmesh.protocol.errors import ApiError
 from kvmesh.worker.preflight import check_model, check_settings, may_have_gpu
 
@@ -126,6 +127,7 @@ def _checked(mesh: MeshSettings) -> dict[str, WorkerSettings]:
     """
     try:
         refuse_unsupported(mesh)
+        Tls(mesh.tls)
     except ConfigError as error:
         raise UserError(sentence_of(error)) from error
     # Neither the secret nor the cores matter to what is checked.

@@ -24,8 +24,9 @@ _GIVEN_BY_THE_MESH = frozenset({"role", "port", "instance_id", "coordinator_url"
 class MeshSettings(TracedSettings):
     """A whole mesh on one machine: how many of what, and a template for each kind of process.
 
-    ``model``, ``host``, ``request_timeout_s``, ``drain_s``, logging and tracing given here apply to every process whose
-    own section leaves them unset; ``kvmesh.config.mesh_plan`` settles the rest.
+    ``model``, ``host``, ``request_timeout_s``, ``drain_s``, ``tls``, logging and tracing given here apply to every
+    process whose own section leaves them unset; ``kvmesh.config.mesh_plan`` settles the rest. ``tls.client_auth`` is
+    for services among themselves: the router asks its clients for certificates only where its own section says so.
     """
 
     model: str = DEFAULT_MODEL

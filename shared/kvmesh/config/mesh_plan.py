@@ -60,7 +60,9 @@ def plan_mesh(mesh: MeshSettings, *, cluster_secret: str, cpu_count: int) -> Mes
     coordinator_url = _url(coordinator)
     indexer = _filled(_with_shared(mesh, mesh.indexer), coordinator_url=coordinator_url)
     router = _filled(
-        _with_shared(mesh, mesh.router),
+        # Clients are no services of the mesh: only the router's own section asks them for certificates.
+        _filled(mesh.router, tls=mesh.tls.model_copy(update={"client_auth": "none"})),
+        **_shared(mesh, RouterSettings),
         api_keys_file=mesh.api_keys_file,
         coordinator_url=coordinator_url,
         indexer_url=_url(indexer),
@@ -136,8 +138,11 @@ def _shifted(endpoint: str | None, places: int) -> str | None:
 
 
 def _with_shared(mesh: MeshSettings, section: M) -> M:
-    known = type(section).model_fields
-    return _filled(section, **{name: getattr(mesh, name) for name in _SHARED if name in known})
+    return _filled(section, **_shared(mesh, type(section)))
+
+
+def _shared(mesh: MeshSettings, section: type[StrictModel]) -> dict[str, Any]:
+    return {name: getattr(mesh, name) for name in _SHARED if name in section.model_fields}
 
 
 def _filled(section: M, **values: Any) -> M:

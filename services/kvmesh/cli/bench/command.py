@@ -20,7 +20,7 @@ from kvmesh.cli.bench.summary import summarize
 from kvmesh.cli.bench.workload import LengthRange, arrivals_s, requests
 from kvmesh.cli.errors import UserError
 from kvmesh.cli.served import served_model
-from kvmesh.cli.target import add_target_flags, auth_headers, router_url
+from kvmesh.cli.target import add_target_flags, auth_headers, router_url, tls_of
 
 __all__ = ["add_arguments", "run"]
 
@@ -67,15 +67,15 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     console = Console()
     url = router_url(args)
-    headers = auth_headers(args)
+    headers, tls = auth_headers(args), tls_of(args)
     if not args.allow_remote and not _is_loopback(url):
         raise UserError(f"{url} is not this machine; add --allow-remote if its owner knows about the load")
-    model = args.model or anyio.run(served_model, url, headers, bool(args.url))
-    load = _load(args, anyio.run(read_vocabulary, url, model, headers, bool(args.url)))
+    model = args.model or anyio.run(served_model, url, headers, bool(args.url), tls)
+    load = _load(args, anyio.run(read_vocabulary, url, model, headers, bool(args.url), tls))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(f"{model} at {url}", total=None if args.steady else args.requests)
-        runner = Runner(url, model, headers, args.request_timeout_s, lambda done: bar.update(task, completed=done))
+        runner = Runner(url, model, headers, args.request_timeout_s, lambda done: bar.update(task, completed=done), tls)
         records, wall_s = anyio.run(runner.run, load, args.duration_s)
     summaries = summarize(records, wall_s)
     print_report(console, summaries, records)

@@ -16,6 +16,7 @@ from kvmesh.cli.errors import UserError
 from kvmesh.cli.openai_stream import StreamTimes, stream
 from kvmesh.cli.reach import explained
 from kvmesh.net.client import HttpClient, PeerUnreachableError
+from kvmesh.net.tls import Tls
 from kvmesh.protocol.errors import ApiError
 
 __all__ = ["Load", "Runner", "read_vocabulary"]
@@ -60,12 +61,14 @@ class Runner:
         headers: dict[str, str],
         request_timeout_s: float,
         on_progress: Callable[[int], None] = lambda _: None,
+        tls: Tls | None = None,
     ) -> None:
         self._url = f"{url}/v1/completions"
         self._model = model
         self._headers = headers
         self._timeout_s = request_timeout_s
         self._on_progress = on_progress
+        self._tls = tls
         self._records: list[RequestRecord] = []
         self._begin_s = 0.0
 
@@ -76,7 +79,7 @@ class Runner:
             The records, and how long it took in seconds.
         """
         self._begin_s = time.perf_counter()
-        async with HttpClient(headers=self._headers) as http:
+        async with HttpClient(headers=self._headers, tls=self._tls) as http:
             with anyio.move_on_after(limit_s):
                 async with anyio.create_task_group() as steady:
                     for specs in load.steady:
@@ -145,13 +148,15 @@ def _record(spec: RequestSpec, times: StreamTimes, outcome: str, begin_s: float)
     )
 
 
-async def read_vocabulary(url: str, model: str, headers: dict[str, str], given: bool = False) -> list[int]:
+async def read_vocabulary(
+    url: str, model: str, headers: dict[str, str], given: bool = False, tls: Tls | None = None
+) -> list[int]:
     """Token ids of ordinary words, asked of the server's ``/tokenize``.
 
     Raises:
         UserError: it has none.
     """
-    async with HttpClient(timeout_s=10.0, headers=headers) as http:
+    async with HttpClient(timeout_s=10.0, headers=headers, tls=tls) as http:
         try:
             reply = await http.call("POST", f"{url}/tokenize", _Tokens, body={"model": model, "prompt": SAMPLE_TEXT})
         except (PeerUnreachableError, ApiError, msgspec.DecodeError) as error:
