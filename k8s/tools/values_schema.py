@@ -39,7 +39,7 @@ OF_CHART: dict[type[BaseModel], set[str]] = {
         *("cluster_secret", "cluster_secret_file", "kv_cache_config", "cache_transceiver_config"),
     },
     IndexerSettings: {"match_endpoint", "coordinator_url"},
-    CoordinatorSettings: {"etcd_endpoints", "advertise_url"},
+    CoordinatorSettings: {"etcd_endpoints", "advertise_url", "discovery"},
 }
 
 TEXT: Schema = {"type": "string"}
@@ -115,6 +115,15 @@ def values_schema() -> Schema:
             otlpEndpoint=TEXT,
             clusterSecret=record(value=TEXT, existingSecret=TEXT, key=TEXT),
             apiKeys=record(keys=TEXTS, existingSecret=TEXT, key=TEXT),
+            tls=record(
+                enabled=FLAG,
+                existingSecret=TEXT,
+                serverName={"type": "string", "minLength": 1},
+                days=whole(1),
+                clientAuth={"enum": ["none", "required"]},
+                curve=record(existingSecret=TEXT),
+            ),
+            discovery={"enum": ["none", "dns", "endpointslice"]},
             bindHost=TEXT,
             router=router,
             context=worker,

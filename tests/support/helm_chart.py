@@ -64,6 +64,19 @@ EVERYTHING: dict[str, Any] = {
         "dashboards": {"enabled": True},
     },
 }
+TLS: dict[str, Any] = {
+    "clusterSecret": {"value": SECRET},
+    "apiKeys": {"keys": ["team-a key-one"]},
+    "tls": {
+        "enabled": True,
+        "existingSecret": "mesh-tls",
+        "clientAuth": "required",
+        "curve": {"existingSecret": "mesh-curve"},
+    },
+    "discovery": "endpointslice",
+    "monitoring": {"serviceMonitor": {"enabled": True}},
+    "etcd": {"replicas": 3, "persistence": {"enabled": False}},
+}
 LEAST: dict[str, Any] = {
     "clusterSecret": {"existingSecret": "mine", "key": "token"},
     "model": {"fetch": False, "volume": {"persistentVolumeClaim": {"claimName": "models"}}},
@@ -74,7 +87,7 @@ LEAST: dict[str, Any] = {
     "networkPolicy": {"enabled": False},
 }
 DEFAULT: dict[str, Any] = {"clusterSecret": {"value": SECRET}}
-CASES = {"default": DEFAULT, "everything": EVERYTHING, "least": LEAST}
+CASES = {"default": DEFAULT, "everything": EVERYTHING, "tls": TLS, "least": LEAST}
 
 
 class HelmError(Exception):
@@ -89,7 +102,7 @@ def helm(name: str = "helm4") -> Path:
     return binary
 
 
-def run_helm(binary: Path, *arguments: str | Path) -> str:
+def run_helm(binary: Path, *arguments: str | Path, timeout_s: float = 60) -> str:
     """What a Helm command prints.
 
     Raises:
@@ -98,7 +111,7 @@ def run_helm(binary: Path, *arguments: str | Path) -> str:
     with tempfile.TemporaryDirectory() as home:
         places = {f"HELM_{kind}_HOME": home for kind in ("CACHE", "CONFIG", "DATA")}
         done = subprocess.run(
-            [binary, *arguments], capture_output=True, text=True, timeout=60, env={**os.environ, **places}
+            [binary, *arguments], capture_output=True, text=True, timeout=timeout_s, env={**os.environ, **places}
         )
     if done.returncode:
         raise HelmError(done.stdout + done.stderr)

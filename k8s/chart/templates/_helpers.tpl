@@ -75,7 +75,76 @@ capabilities:
 {{- end -}}
 
 {{- define "kvmesh.scheme" -}}
-http
+{{- if .Values.tls.enabled -}}https{{- else -}}http{{- end -}}
+{{- end -}}
+
+{{- define "kvmesh.tlsSecretName" -}}
+{{- .Values.tls.existingSecret | default (printf "%s-tls" (include "kvmesh.fullname" .)) -}}
+{{- end -}}
+
+{{- define "kvmesh.curveSecretName" -}}
+{{- .Values.tls.curve.existingSecret | default (printf "%s-curve" (include "kvmesh.fullname" .)) -}}
+{{- end -}}
+
+{{/* Whether a component has sockets of events or matches. */}}
+{{- define "kvmesh.speaksCurve" -}}
+{{- if has . (list "router" "context" "generation" "indexer") }}true{{ end -}}
+{{- end -}}
+
+{{/* The certificates in a settings file. Takes (list root component). */}}
+{{- define "kvmesh.tlsSettings" -}}
+{{- $root := index . 0 -}}
+{{- if $root.Values.tls.enabled -}}
+tls:
+  cert_file: /etc/kvmesh/tls/tls.crt
+  key_file: /etc/kvmesh/tls/tls.key
+  ca_file: /etc/kvmesh/tls/ca.crt
+  server_name: {{ $root.Values.tls.serverName }}
+  {{- if ne (index . 1) "router" }}
+  client_auth: {{ $root.Values.tls.clientAuth }}
+  {{- end }}
+{{- if include "kvmesh.speaksCurve" (index . 1) }}
+curve:
+  key_file: /etc/kvmesh/curve/kvmesh.key_secret
+{{- end }}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvmesh.tlsMounts" -}}
+{{- if (index . 0).Values.tls.enabled -}}
+- {name: tls, mountPath: /etc/kvmesh/tls, readOnly: true}
+{{- if include "kvmesh.speaksCurve" (index . 1) }}
+- {name: curve, mountPath: /etc/kvmesh/curve, readOnly: true}
+{{- end }}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvmesh.tlsVolumes" -}}
+{{- if (index . 0).Values.tls.enabled -}}
+- name: tls
+  secret:
+    secretName: {{ include "kvmesh.tlsSecretName" (index . 0) }}
+    defaultMode: 0440
+{{- if include "kvmesh.speaksCurve" (index . 1) }}
+- name: curve
+  secret:
+    secretName: {{ include "kvmesh.curveSecretName" (index . 0) }}
+    defaultMode: 0440
+{{- end }}
+{{- end -}}
+{{- end -}}
+
+{{/*
+How a probe asks a service. Takes (list root component path). The kubelet has no certificate: where one is required, the
+product's own command asks, which has the service's.
+*/}}
+{{- define "kvmesh.probe" -}}
+{{- $tls := (index . 0).Values.tls -}}
+{{- if and $tls.enabled (eq $tls.clientAuth "required") (ne (index . 1) "router") -}}
+exec: {command: [kvmesh, health]}
+{{- else -}}
+httpGet: {path: {{ index . 2 }}, port: http, scheme: {{ include "kvmesh.scheme" (index . 0) | upper }}}
+{{- end -}}
 {{- end -}}
 
 {{- define "kvmesh.clusterSecretName" -}}
@@ -179,8 +248,9 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
-{{/* Whether a component talks to the Kubernetes API. */}}
+{{/* Whether a component talks to the Kubernetes API. Takes (list root component). */}}
 {{- define "kvmesh.needsToken" -}}
+{{- if and (eq (index . 1) "coordinator") (eq (index . 0).Values.discovery "endpointslice") }}true{{ end -}}
 {{- end -}}
 
 {{/* Labels and annotations of a pod. Takes (list root component). */}}
@@ -189,13 +259,14 @@ topologySpreadConstraints:
 {{- $component := index . 1 -}}
 {{- $values := get $root.Values $component -}}
 labels:
-  {{- include "kvmesh.labels" . | nindent 2 }}
+  {{- include "kvmesh.selectorLabels" . | nindent 2 }}
   {{- with $values.podLabels }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
 annotations:
-  checksum/config: {{ include (print $root.Template.BasePath "/configmaps.yaml") $root | sha256sum }}
-  checksum/secret: {{ toJson (list $root.Values.clusterSecret $root.Values.apiKeys.existingSecret) | sha256sum }}
+  # Its own settings only: a change of the router's does not start the servers anew.
+  checksum/config: {{ include "kvmesh.config" . | sha256sum }}
+  checksum/secret: {{ toJson (list $root.Values.clusterSecret $root.Values.apiKeys.existingSecret $root.Values.tls) | sha256sum }}
   {{- with $values.podAnnotations }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
@@ -307,7 +378,7 @@ spec:
 {{- else if eq .Values.etcd.mode "bundled" -}}
 {{- $urls := list -}}
 {{- range $i := until (int .Values.etcd.replicas) -}}
-{{- $urls = append $urls (printf "http://%s-%d.%s:2379" $name $i $name) -}}
+{{- $urls = append $urls (printf "%s://%s-%d.%s:2379" (include "kvmesh.scheme" $) $name $i $name) -}}
 {{- end -}}
 {{- toJson $urls -}}
 {{- end -}}

@@ -47,7 +47,7 @@ def by_name(objects: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, An
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
-@pytest.mark.parametrize("case", ["default", "everything"])
+@pytest.mark.parametrize("case", ["everything", "tls"])
 def test_kubernetes_schemas_accept_it(case: str, version: str, tmp_path) -> None:
     validate = CACHE / "kubernetes-validate" / "bin" / "kubernetes-validate"
     if not validate.exists():

@@ -1,0 +1,80 @@
+{{/* The settings file of a service. Takes (list root component). */}}
+{{- define "kvmesh.config" -}}
+{{- $root := index . 0 -}}
+{{- $component := index . 1 -}}
+{{- $values := get $root.Values $component -}}
+{{- include (printf "kvmesh.config.%s" $component) . }}
+{{- with include "kvmesh.tlsSettings" . }}
+{{ . }}
+{{- end }}
+{{- with $values.settings }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "kvmesh.config.router" -}}
+{{- $root := index . 0 -}}
+{{- $name := include "kvmesh.fullname" $root -}}
+port: 8000
+{{ include "kvmesh.modelSettings" $root }}
+coordinator_url: {{ include "kvmesh.coordinatorUrls" $root | quote }}
+indexer_url: {{ include "kvmesh.scheme" $root }}://{{ $name }}-indexer:8300
+indexer_match_endpoint: tcp://{{ $name }}-indexer:8301
+{{- if include "kvmesh.hasApiKeys" $root }}
+api_keys_file: /etc/kvmesh/api-keys/keys
+{{- end }}
+{{- end -}}
+
+{{- define "kvmesh.config.context" -}}
+{{- include "kvmesh.config.server" . -}}
+{{- end -}}
+
+{{- define "kvmesh.config.generation" -}}
+{{- include "kvmesh.config.server" . -}}
+{{- end -}}
+
+{{/* The public sections are those of values.yaml, a server's own keys before the common ones. */}}
+{{- define "kvmesh.config.server" -}}
+{{- $root := index . 0 -}}
+{{- $values := get $root.Values (index . 1) -}}
+{{- $cache := mergeOverwrite (deepCopy $root.Values.kv_cache_config) $values.kv_cache_config -}}
+{{- $events := mergeOverwrite (deepCopy $root.Values.kv_events_config) $values.kv_events_config -}}
+{{- $transceiver := mergeOverwrite (deepCopy $root.Values.cache_transceiver_config) $values.cache_transceiver_config -}}
+port: {{ include "kvmesh.workerPort" (index . 1) }}
+{{ include "kvmesh.modelSettings" $root }}
+coordinator_url: {{ include "kvmesh.coordinatorUrls" $root | quote }}
+cluster_secret_file: /etc/kvmesh/cluster-secret/secret
+kv_cache_config:
+  {{- with $cache }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+  kv_events_config:
+    {{- toYaml $events | nindent 4 }}
+cache_transceiver_config:
+  {{- toYaml $transceiver | nindent 2 }}
+{{- end -}}
+
+{{- define "kvmesh.config.indexer" -}}
+port: 8300
+match_endpoint: tcp://*:8301
+coordinator_url: {{ include "kvmesh.coordinatorUrls" (index . 0) | quote }}
+{{- end -}}
+
+{{- define "kvmesh.config.coordinator" -}}
+{{- $root := index . 0 -}}
+port: 8400
+{{- with include "kvmesh.etcdEndpoints" $root }}
+etcd_endpoints: {{ . }}
+{{- end }}
+{{- if ne $root.Values.discovery "none" }}
+discovery:
+  {{- range $component := list "context" "generation" }}
+  {{- $service := printf "%s-%s" (include "kvmesh.fullname" $root) $component }}
+  {{- if eq $root.Values.discovery "dns" }}
+  - {type: dns, name: {{ $service }}, port: {{ include "kvmesh.workerPort" $component }}, role: {{ $component }}}
+  {{- else }}
+  - {type: endpointslice, service: {{ $service }}, port: http, role: {{ $component }}}
+  {{- end }}
+  {{- end }}
+{{- end }}
+{{- end -}}
