@@ -15,6 +15,7 @@ from anyio.abc import TaskGroup, TaskStatus
 from kvmesh.config import IndexerSettings
 from kvmesh.events.feeds import Feeds
 from kvmesh.events.index import PrefixIndex
+from kvmesh.events.keyed import KeyRing
 from kvmesh.indexer.matching import MatchServer
 from kvmesh.indexer.merged import MergedStream
 from kvmesh.indexer.routes import Routes
@@ -39,7 +40,7 @@ class IndexerService(Service):
     """
 
     def __init__(self, settings: IndexerSettings) -> None:
-        keys = ApiKeys(settings.api_keys_file)
+        keys = self._keys = ApiKeys(settings.api_keys_file)
         super().__init__(
             "indexer", middleware=[api_key_middleware(keys)], drain_s=settings.drain_s, tls=Tls(settings.tls)
         )
@@ -47,7 +48,8 @@ class IndexerService(Service):
         self._instance_id = f"indexer-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
         self.index = PrefixIndex(settings.max_memory_bytes)
         self._security = CurveSecurity.load(settings.curve)
-        self.matching = MatchServer(self.index, settings.match_endpoint, security=self._security)
+        self._keys = KeyRing.load(settings.event_key_file, "event_key_file")
+        self.matching = MatchServer(self.index, settings.match_endpoint, security=self._security, keys=self._keys)
         self.merged = _merged(settings, self._security)
         self._scope: anyio.CancelScope | None = None
         self._ended = anyio.Event()
@@ -55,7 +57,7 @@ class IndexerService(Service):
         self._coordinator: CoordinatorClient | None = None
         self.metrics.collect_statistics("kvmesh_indexer", self.statistics)
         self.metrics.collect(KeyMetrics(keys))
-        Routes(self.index, self._started, self.merged).add_to(self.app.router)
+        Routes(self.index, self._started, self.merged, keys=self._keys).add_to(self.app.router)
 
     async def start(self, tasks: TaskGroup, url: str) -> None:
         """Bind the match socket, follow the membership, and join it.
@@ -66,7 +68,7 @@ class IndexerService(Service):
         feeds = self._feeds = await tasks.start(self._work)
         if self._settings.coordinator_url is None:
             return
-        self._coordinator = CoordinatorClient(self._settings.coordinator_url, tls=self.tls)
+        self._coordinator = CoordinatorClient(self._settings.coordinator_url, tls=self.tls, keys=self._keys)
         await self._coordinator.start(tasks)
         self._coordinator.subscribe(feeds.hear)
         self._coordinator.announce(
@@ -105,7 +107,9 @@ class IndexerService(Service):
                     tasks.start_soon(zap.serve)
                 if self.merged is not None:
                     tasks.start_soon(self.merged.serve)
-                task_status.started(Feeds(self.index, tasks, context, observer=self.merged, security=self._security))
+                task_status.started(
+                    Feeds(self.index, tasks, context, observer=self.merged, security=self._security, keys=self._keys)
+                )
         finally:
             self.matching.close()
             if self.merged is not None:

@@ -7,6 +7,8 @@ import msgspec
 import zmq
 
 from kvmesh.events.index import PrefixIndex
+from kvmesh.events.keyed import KeyRing
+from kvmesh.events.keyed_lookup import lookup_of
 from kvmesh.events.polling import readable, receive
 from kvmesh.hashing import as_token_ids
 from kvmesh.net.address import reachable_endpoint
@@ -29,10 +31,19 @@ class MatchServer:
         index: what is known.
         endpoint: what to bind, such as ``tcp://127.0.0.1:8301``.
         security: keys that are asked for; None: whoever can connect may ask.
+        keys: of workers that tell keyed names instead of tokens.
     """
 
-    def __init__(self, index: PrefixIndex, endpoint: str, *, security: CurveSecurity | None = None) -> None:
+    def __init__(
+        self,
+        index: PrefixIndex,
+        endpoint: str,
+        *,
+        security: CurveSecurity | None = None,
+        keys: KeyRing | None = None,
+    ) -> None:
         self._index = index
+        self._match = lookup_of(index, keys)
         self._security = security
         self._bind = endpoint
         self._socket: zmq.Socket[bytes] | None = None
@@ -95,6 +106,6 @@ class MatchServer:
             if self.malformed_total & (self.malformed_total - 1) == 0:
                 _log.warning("malformed match requests ignored", so_far=self.malformed_total, error=str(error))
             return None
-        matches = self._index.match(tokens, model=request.model, lora=request.lora_id, cache_salt=request.cache_salt)
+        matches = self._match(tokens, model=request.model, lora=request.lora_id, cache_salt=request.cache_salt)
         self.answered_total += 1
         return self._encoder.encode(MatchReply(id=request.id, matches=matches))

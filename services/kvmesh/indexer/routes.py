@@ -11,6 +11,8 @@ from aiohttp import web
 from kvmesh.events.feeds import Feed, Feeds
 from kvmesh.events.index import PrefixIndex, Source
 from kvmesh.events.index.index import DumpedBlock
+from kvmesh.events.keyed import KeyRing
+from kvmesh.events.keyed_lookup import lookup_of
 from kvmesh.hashing import as_token_ids
 from kvmesh.indexer.answers import dumped_block, query_reply
 from kvmesh.indexer.faces import HashQuery, Query, RegisterBody, Unregister
@@ -33,10 +35,19 @@ class Routes:
         index: to ask.
         feeds: to register with; raises a 503 while the service is starting.
         merged: the stream of all workers' events, None when there is none.
+        keys: of workers that tell keyed names instead of tokens.
     """
 
-    def __init__(self, index: PrefixIndex, feeds: Callable[[], Feeds], merged: MergedStream | None) -> None:
+    def __init__(
+        self,
+        index: PrefixIndex,
+        feeds: Callable[[], Feeds],
+        merged: MergedStream | None,
+        *,
+        keys: KeyRing | None = None,
+    ) -> None:
         self._index = index
+        self._match = lookup_of(index, keys)
         self._feeds = feeds
         self._merged = merged
 
@@ -64,7 +75,7 @@ class Routes:
 
     async def _query(self, request: web.Request) -> web.Response:
         body = await read_json(request, Query)
-        matches = self._index.match(
+        matches = self._match(
             _tokens(body.token_ids),
             model=body.model_named,
             tenant=body.tenant,

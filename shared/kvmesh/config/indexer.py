@@ -25,6 +25,9 @@ class IndexerSettings(ServiceSettings):
     count."""
     curve: CurveSettings = Field(default_factory=CurveSettings)
     """Encryption of the ZeroMQ sockets: the match service, and the streams that the mesh has."""
+    event_key_file: str | None = None
+    """File of the keys by which workers with ``events.key_file`` name blocks, one a line; unset: such streams cannot be
+    read."""
     max_memory_bytes: Annotated[int, Field(gt=0)] = 1 << 30
     """Bound of the index in bytes; blocks beyond it are not taken in, so that the index claims less, never more."""
     publish_endpoint: ZmqEndpoint | None = None

@@ -35,6 +35,10 @@ class EventWireSettings(StrictModel):
     """What is told of a block that moves between device, host and disk. ``publish``: it is stored in the new medium and
     then removed from the old one. ``device_only``: nothing, and every block is in ``GPU`` until it is gone, as in
     TensorRT-LLM."""
+    key_file: str | None = None
+    """File of keys, as ``kvmesh keys events FILE`` makes it: the stream then tells keyed names of blocks instead of
+    tokens, adapters and salts, by the first key of the file. Only KVMesh's readers that have the key can use it. Unset:
+    tokens are told."""
 
 
 class WorkerSettings(TracedSettings):

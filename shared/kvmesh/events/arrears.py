@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvmesh.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from kvmesh.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, KeyedBlocksStored, KvEvent
 
 __all__ = ["MAX_ARREARS_BLOCKS", "Arrears"]
 
@@ -42,7 +42,7 @@ class Arrears:
             match event:
                 case BlockRemoved():
                     self._remove((event.medium, event.group_idx), event.block_hashes)
-                case BlockStored() if self._num_blocks:
+                case BlockStored() | KeyedBlocksStored() if self._num_blocks:
                     self._keep((event.medium, event.group_idx), event.block_hashes)
                 case AllBlocksCleared():
                     self._clear()

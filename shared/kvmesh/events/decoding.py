@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from kvmesh.events.dialects import RejectedError, decode_event
+from kvmesh.events.keyed import KeyRing
 from kvmesh.events.records import EventRecord, RecordBatch
 
 __all__ = ["SAMPLE_BYTES", "BatchError", "decode_batch", "rank_of"]
@@ -39,10 +40,14 @@ _array_decoder = msgspec.msgpack.Decoder(_ArrayEnvelope)
 _map_decoder = msgspec.msgpack.Decoder(_MapEnvelope)
 
 
-def decode_batch(payload: bytes) -> RecordBatch:
+def decode_batch(payload: bytes, keys: KeyRing | None = None) -> RecordBatch:
     """Decode ``[ts, events]``, ``[ts, events, rank]`` or a map of these.
 
     Events that cannot be used are counted in ``rejected`` and left out.
+
+    Args:
+        payload: last frame of a message.
+        keys: by which keyed events may be read.
 
     Raises:
         BatchError: the envelope itself is unreadable.
@@ -55,7 +60,7 @@ def decode_batch(payload: bytes) -> RecordBatch:
     for event in events:
         view = memoryview(event)
         try:
-            dialect, record = decode_event(view)
+            dialect, record = decode_event(view, keys)
         except RejectedError as error:
             rejected[error.reason] = rejected.get(error.reason, 0) + 1
             samples.setdefault(error.reason, bytes(view[:SAMPLE_BYTES]))

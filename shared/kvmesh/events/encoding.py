@@ -14,7 +14,7 @@ import numpy as np
 
 from kvmesh.hashing import TokenIds
 from kvmesh.kernels import _native
-from kvmesh.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KvEvent
+from kvmesh.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KeyedBlocksStored, KvEvent
 
 __all__ = ["END_SEQUENCE", "EventEncoding", "PackedTokens", "encode_batch"]
 
@@ -71,7 +71,7 @@ def _pack(value: Any) -> Any:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
 
 
-def _array(event: KvEvent) -> list[Any]:
+def _array(event: KvEvent) -> list[Any] | KvEvent:
     match event:
         case BlockStored():
             return [
@@ -88,6 +88,8 @@ def _array(event: KvEvent) -> list[Any]:
                 _or_none(event.kv_cache_spec_kind),
                 _or_none(event.kv_cache_spec_sliding_window),
             ]
+        case KeyedBlocksStored():
+            return event  # always a map: nobody else reads it
         case BlockRemoved():
             return ["BlockRemoved", event.block_hashes, event.medium, _or_none(event.group_idx)]
         case AllBlocksCleared():

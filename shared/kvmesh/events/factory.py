@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvmesh.cache.layout import PageLayout
-from kvmesh.config import KvCacheConfig, KVEventsConfig, WorkerSettings
+from kvmesh.config import ConfigError, KvCacheConfig, KVEventsConfig, WorkerSettings
 from kvmesh.config.event_ports import event_port_problems
 from kvmesh.events.buffer import EventBuffer
 from kvmesh.events.buffered import BufferedSink, Envelope
 from kvmesh.events.endpoints import EndpointError, rank_endpoint
 from kvmesh.events.gather import EventGatherer
+from kvmesh.events.keyed import KeyRing
 from kvmesh.events.names import EventHashAlgo, block_names, effective_event_algo
 from kvmesh.events.published import PublishedSet
 from kvmesh.events.publisher import NullPublisher, ZmqPublisher
@@ -55,7 +56,7 @@ def create_event_source(settings: WorkerSettings, origin: EventOrigin, clock: Cl
 
     Raises:
         EndpointError: the endpoints cannot work.
-        ConfigError: a key of the sockets cannot be used.
+        ConfigError: a key of the sockets or of the stream cannot be used.
         NoTargetGroupError: the model has no layer group whose blocks can be streamed.
     """
     cache = settings.kv_cache_config
@@ -76,13 +77,22 @@ def create_event_source(settings: WorkerSettings, origin: EventOrigin, clock: Cl
 
 
 def _stream(settings: WorkerSettings, config: KVEventsConfig, origin: EventOrigin, algo: EventHashAlgo) -> EventSource:
-    published = None if config.publisher == "null" else PublishedSet()
+    keys = KeyRing.load(settings.events.key_file, "events.key_file")
+    key = None if keys is None else keys.first
+    if key is not None and not origin.manager_v2:
+        raise ConfigError(
+            "events.key_file needs the block keys of KV cache manager V2; set kv_cache_config.use_kv_cache_manager_v2 "
+            "to true, or leave the file out"
+        )
+    common = (None, None) if key is None else (None, key.salt)
+    published = None if config.publisher == "null" else PublishedSet(common)
     sink = StreamSink(
         origin.layout.tokens_per_block,
         target_group(origin.layout.groups),
         signed=settings.events.hash_sign == "signed",
         tier_moves=settings.events.tier_moves,
         published=published,
+        key=key,
     )
     if published is None:
         return StreamSource(algo, sink, NullPublisher())

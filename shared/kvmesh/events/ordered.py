@@ -14,6 +14,7 @@ import zmq
 
 from kvmesh.events.decoding import BatchError, decode_batch
 from kvmesh.events.items import Batch, Connected, Deliver, Disconnected, Reset, SubscriberStatistics
+from kvmesh.events.keyed import KeyRing
 from kvmesh.events.quarantine import Quarantine
 from kvmesh.events.records import RecordBatch
 from kvmesh.events.replay import REPLAY_SILENCE_S, KeptBatch, ReplayFailedError, ReplayRequest
@@ -61,6 +62,7 @@ class OrderedStream:
         replay_silence_s: float = REPLAY_SILENCE_S,
         resume_from: Watermark | None = None,
         security: CurveSecurity | None = None,
+        keys: KeyRing | None = None,
     ) -> None:
         self.deliver: Deliver = _ignore
         self.connected = False
@@ -71,6 +73,7 @@ class OrderedStream:
         self._context = context
         self._replay_silence_s = replay_silence_s
         self._security = security
+        self._keys = keys
         self._clock = clock or SystemClock()
         self._quarantine = Quarantine(publisher, self._clock)
         self._tracker = SequenceTracker()
@@ -235,7 +238,7 @@ class OrderedStream:
             self.statistics.duplicates_total += 1
             return
         try:
-            records = decode_batch(message.payload)
+            records = decode_batch(message.payload, self._keys)
         except BatchError:
             self._unreadable(message)
         else:

@@ -23,7 +23,7 @@ NOTHING_PUBLISHED = 2**64 - 1
 """Stands for the number of the last batch before there was one."""
 
 _Scope = tuple[LoraKey, str | None]
-_COMMON: _Scope = (None, None)
+_PLAIN = ReuseScope()
 
 
 class PublishedSet:
@@ -31,9 +31,13 @@ class PublishedSet:
 
     It counts what the worker has, not what arrived: a batch that was dropped is in it, so that readers see the
     difference.
+
+    Args:
+        common: adapter and salt that stand in the digests for blocks without an adapter or a salt.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, common: tuple[LoraKey, str | None] = (None, None)) -> None:
+        self._common = common
         self._lock = threading.Lock()
         """Held for the time of an addition for each scope that a step changed, or of one copy."""
         self._sequence = NOTHING_PUBLISHED
@@ -45,8 +49,9 @@ class PublishedSet:
 
     def stored(self, tier: Tier, scope: ReuseScope, hashes: NDArray[np.uint64]) -> None:
         """Blocks are told, ``[n]``; none of them was told in any tier before."""
-        of = (scope.lora_id, None if scope.salt is None else str(scope.salt))
-        if of != _COMMON:
+        of = self._common
+        if scope != _PLAIN:
+            of = (scope.lora_id, None if scope.salt is None else str(scope.salt))
             self._scopes.update(dict.fromkeys(hashes.tolist(), of))
         self._gained.setdefault(DigestKey(tier, *of), []).append(hashes)
 
@@ -89,10 +94,10 @@ class PublishedSet:
 
     def _by_scope(self, hashes: NDArray[np.uint64]) -> list[tuple[_Scope, NDArray[np.uint64]]]:
         if not self._scopes:
-            return [(_COMMON, hashes)]
+            return [(self._common, hashes)]
         groups: dict[_Scope, list[int]] = {}
         for number in hashes.tolist():
-            groups.setdefault(self._scopes.get(number, _COMMON), []).append(number)
+            groups.setdefault(self._scopes.get(number, self._common), []).append(number)
         return [(of, np.array(some, np.uint64)) for of, some in groups.items()]
 
 

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from kvmesh.cache.events import StoredBlocks
 from kvmesh.events.encoding import PackedTokens
+from kvmesh.events.keyed import StreamKey
 from kvmesh.events.published import PublishedSet
 from kvmesh.events.records import Tier
 from kvmesh.events.target import FULL_ATTENTION, TargetGroup
 from kvmesh.hashing import ReuseScope, TokenIds, wire_numbers
-from kvmesh.protocol.events import BlockRemoved, BlockStored, KvEvent
+from kvmesh.protocol.events import BlockRemoved, BlockStored, KeyedBlocksStored, KvEvent
 
 __all__ = ["DEFAULT_MAX_STORED_BLOCKS", "SinkStatistics", "StreamSink", "TierMoves"]
 
@@ -35,6 +36,7 @@ class _Medium(NamedTuple):
     tier: Tier
 
 
+_NO_SCOPE = ReuseScope()
 _DEVICE = _Medium("GPU", Tier.DEVICE)
 _MEDIA = {"gpu": _DEVICE, "host": _Medium("CPU", Tier.HOST), "disk": _Medium("DISK", Tier.DISK)}
 
@@ -75,6 +77,7 @@ class StreamSink:
             one. ``device_only``: moves are silent, everything is told to be in device memory until it is gone.
         max_stored_blocks: per step.
         published: where the digests of what is told are kept, if anywhere.
+        key: what blocks are named by instead of their tokens; needs the keys of the V2 manager.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class StreamSink:
         tier_moves: TierMoves = "publish",
         max_stored_blocks: int = DEFAULT_MAX_STORED_BLOCKS,
         published: PublishedSet | None = None,
+        key: StreamKey | None = None,
     ) -> None:
         self._tokens_per_block = tokens_per_block
         self._target = target
@@ -93,6 +97,8 @@ class StreamSink:
         self._publish_moves = tier_moves == "publish"
         self._max_stored_blocks = max_stored_blocks
         self._published = published
+        self._key = key
+        self._numbers = wire_numbers if key is None else key.names
         self._media = [_DEVICE]
         self._untold: set[bytes] = set()
         """Blocks of the target group that are in the cache and were left out."""
@@ -129,7 +135,7 @@ class StreamSink:
                 return
         self._stored_this_step += len(keys)
         statistics.stored_total += len(keys)
-        self._tell_stored(blocks.scope, blocks.parent_key, keys, token_ids.copy(), self._media[blocks.level])
+        self._tell_stored(blocks.scope, blocks.parent_key, keys, token_ids, self._media[blocks.level])
 
     def on_removed(self, group: int, keys: Sequence[bytes], level: int) -> None:
         """See :class:`~kvmesh.cache.events.EventSink`; blocks that were never told are not told now."""
@@ -141,7 +147,7 @@ class StreamSink:
             if not keys:
                 return
         self.statistics.removed_total += len(keys)
-        numbers, medium = wire_numbers(keys), self._media[level]
+        numbers, medium = self._numbers(keys), self._media[level]
         if self._published is not None:
             self._published.removed(medium.tier, numbers)
         hashes = self._hashes(numbers)
@@ -160,7 +166,7 @@ class StreamSink:
         if not keys:
             return
         self.statistics.moved_total += len(keys)
-        numbers, old, new = wire_numbers(keys), self._media[old_level], self._media[new_level]
+        numbers, old, new = self._numbers(keys), self._media[old_level], self._media[new_level]
         if self._published is not None:
             self._published.moved(old.tier, new.tier, numbers)
         hashes = self._hashes(numbers)
@@ -196,26 +202,44 @@ class StreamSink:
     def _tell_stored(
         self, scope: ReuseScope, parent_key: bytes | None, keys: Sequence[bytes], token_ids: TokenIds, medium: _Medium
     ) -> None:
-        numbers = wire_numbers(keys)
+        # A keyed name depends on the scope, and nothing else of it is told.
+        scope = scope if self._key is None else _NO_SCOPE
+        numbers = self._numbers(keys)
         if self._published is not None:
             self._published.stored(medium.tier, scope, numbers)
         hashes = self._hashes(numbers)
-        parent = None if parent_key is None else self._hashes(wire_numbers([parent_key]))[0]
+        parent = None if parent_key is None else self._hashes(self._numbers([parent_key]))[0]
+        tokens = [token_ids.copy()] if self._key is None else []
         last = self._pending[-1] if self._pending else None
         if isinstance(last, _Run) and last.hashes[-1] == parent and last.medium == medium.name:
             last.hashes += hashes
-            last.token_ids.append(token_ids)
+            last.token_ids += tokens
             return
         self._moves = None
-        self._pending.append(_Run(scope, parent, medium.name, hashes, [token_ids]))
+        self._pending.append(_Run(scope, parent, medium.name, hashes, tokens))
 
-    def _chain(self, run: _Run) -> BlockStored:
+    def _chain(self, run: _Run) -> BlockStored | KeyedBlocksStored:
+        if self._key is not None:
+            return self._keyed(run, self._key)
         event = self._stored(run.hashes, run.parent, PackedTokens(run.token_ids), run.medium)
         event.lora_id = run.scope.lora_id
         # As in vLLM, the salt travels with the first block of a chain only: the parents say the rest.
         if run.scope.salt is not None and run.parent is None:
             event.extra_keys = [[str(run.scope.salt)], *[None] * (len(run.hashes) - 1)]
         return event
+
+    def _keyed(self, run: _Run, key: StreamKey) -> KeyedBlocksStored:
+        target = self._target
+        return KeyedBlocksStored(
+            key_id=key.key_id,
+            block_hashes=run.hashes,
+            parent_block_hash=run.parent,
+            block_size=self._tokens_per_block,
+            medium=run.medium,
+            group_idx=target.group_id,
+            kv_cache_spec_kind=msgspec.UNSET if target.kind is None else target.kind,
+            kv_cache_spec_sliding_window=msgspec.UNSET if target.window is None else target.window,
+        )
 
     def _stored(self, hashes: list[int], parent: int | None, token_ids: Sequence[int], medium: str) -> BlockStored:
         target = self._target

@@ -11,6 +11,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvmesh.events.items import Batch, Connected, Deliver, Disconnected, Reset, SubscriberStatistics
+from kvmesh.events.keyed import KeyRing
 from kvmesh.events.ordered import OrderedStream
 from kvmesh.events.polling import readable, receive
 from kvmesh.events.replay import REPLAY_SILENCE_S, KeptBatch
@@ -59,6 +60,7 @@ class EventSubscriber:
         resume_from: :attr:`watermark` of an earlier subscription whose state the reader still has. It goes on from
             there if the publisher still has that batch and can prove it, else the reader hears :class:`Reset` first.
         security: keys, where the publisher asks for some.
+        keys: by which keyed events may be read.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class EventSubscriber:
         replay_silence_s: float = REPLAY_SILENCE_S,
         resume_from: Watermark | None = None,
         security: CurveSecurity | None = None,
+        keys: KeyRing | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.replay_endpoint = replay_endpoint
@@ -86,6 +89,7 @@ class EventSubscriber:
             replay_silence_s=replay_silence_s,
             resume_from=resume_from,
             security=security,
+            keys=keys,
         )
         self._security = security
         self._refused_total = 0

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-__all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "EventBatch", "KvEvent"]
+__all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "EventBatch", "KeyedBlocksStored", "KvEvent"]
 
 
 class BlockStored(msgspec.Struct, tag=True, kw_only=True):
@@ -31,6 +31,22 @@ class BlockStored(msgspec.Struct, tag=True, kw_only=True):
     kv_cache_spec_sliding_window: int | msgspec.UnsetType = msgspec.UNSET
 
 
+class KeyedBlocksStored(msgspec.Struct, tag=True, kw_only=True):
+    """As :class:`BlockStored`, to readers that have the key (``kvmesh.events.keyed``) and to nobody else.
+
+    ``block_hashes`` are keyed names, which stand for tokens, adapter and salt, too.
+    """
+
+    key_id: str
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    block_size: int
+    medium: str | None = "GPU"
+    group_idx: int | msgspec.UnsetType = msgspec.UNSET
+    kv_cache_spec_kind: str | msgspec.UnsetType = msgspec.UNSET
+    kv_cache_spec_sliding_window: int | msgspec.UnsetType = msgspec.UNSET
+
+
 class BlockRemoved(msgspec.Struct, tag=True, kw_only=True):
     """Blocks left ``medium``."""
 
@@ -43,7 +59,7 @@ class AllBlocksCleared(msgspec.Struct, tag=True, kw_only=True):
     """The worker's whole cache is gone."""
 
 
-KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
+KvEvent = BlockStored | KeyedBlocksStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, array_like=True):

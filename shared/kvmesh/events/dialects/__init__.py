@@ -12,18 +12,20 @@ import msgspec
 
 from kvmesh.events.dialects import mooncake, positional, tagged_map
 from kvmesh.events.dialects.base import DecodedEvent, RejectedError
+from kvmesh.events.keyed import KeyRing
 
 __all__ = ["DIALECTS", "DecodedEvent", "RejectedError", "decode_event"]
 
-DIALECTS = (tagged_map.NAME, positional.NAME, positional.SGLANG_NAME, mooncake.NAME)
+DIALECTS = (tagged_map.NAME, tagged_map.KEYED_NAME, positional.NAME, positional.SGLANG_NAME, mooncake.NAME)
 """Every name that is counted."""
 
 
-def decode_event(event: memoryview) -> DecodedEvent:
+def decode_event(event: memoryview, keys: KeyRing | None = None) -> DecodedEvent:
     """One event of a batch, whatever it is written in.
 
     Args:
         event: one msgpack value.
+        keys: by which keyed events may be read.
 
     Raises:
         RejectedError: it cannot be used.
@@ -36,7 +38,7 @@ def decode_event(event: memoryview) -> DecodedEvent:
                     return mooncake.decode(event)
                 except msgspec.ValidationError:
                     pass  # tokens that look like the key
-            return tagged_map.decode(event)
+            return tagged_map.decode(event, keys)
         if 0x90 <= first <= 0x9F or first in (0xDC, 0xDD):
             return positional.decode(event)
     except (msgspec.DecodeError, RecursionError):

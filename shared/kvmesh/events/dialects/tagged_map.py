@@ -8,17 +8,20 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from kvmesh.events.dialects import normalise
 from kvmesh.events.dialects.base import DecodedEvent, RejectedError
 from kvmesh.events.dialects.identity import BlockContent
 from kvmesh.events.dialects.normalise import WireHash
-from kvmesh.events.dialects.tokens import read_tokens, with_lookahead
+from kvmesh.events.dialects.tokens import WireTokens, read_tokens, with_lookahead
+from kvmesh.events.keyed import MIN_KEYED_BLOCK, KeyRing, disguised, keyed_salt
 from kvmesh.events.records import Cleared, EventRecord, Stored
 
-__all__ = ["NAME", "decode"]
+__all__ = ["KEYED_NAME", "NAME", "decode"]
 
 NAME = "map"
+KEYED_NAME = "keyed"
 
 
 class _Stored(msgspec.Struct, tag="BlockStored", kw_only=True, gc=False):
@@ -39,6 +42,16 @@ class _Stored(msgspec.Struct, tag="BlockStored", kw_only=True, gc=False):
     lookahead_token_ids: list[list[int]] | None = None
 
 
+class _Keyed(msgspec.Struct, tag="KeyedBlocksStored", kw_only=True, gc=False):
+    key_id: str
+    block_hashes: list[int]
+    parent_block_hash: int | None = None
+    block_size: int
+    medium: str | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+
+
 class _Removed(msgspec.Struct, tag="BlockRemoved", kw_only=True, gc=False):
     block_hashes: list[WireHash]
     medium: str | None = None
@@ -54,21 +67,50 @@ class _Ignored(msgspec.Struct, tag="Ignored", gc=False):
     pass
 
 
-_Event = _Stored | _Removed | _Cleared | _Ignored
+_Event = _Stored | _Keyed | _Removed | _Cleared | _Ignored
 _decoder: msgspec.msgpack.Decoder[_Event] = msgspec.msgpack.Decoder(_Event)
 
 
-def decode(event: memoryview) -> DecodedEvent:
+def decode(event: memoryview, keys: KeyRing | None = None) -> DecodedEvent:
     """One event.
+
+    Args:
+        event: one msgpack value.
+        keys: by which keyed events may be read.
 
     Raises:
         RejectedError: it cannot be used.
         msgspec.DecodeError: it is not in this dialect after all.
     """
-    return DecodedEvent(NAME, _record(_decoder.decode(event)))
+    raw = _decoder.decode(event)
+    if isinstance(raw, _Keyed):
+        return DecodedEvent(KEYED_NAME, _keyed(raw, keys))
+    return DecodedEvent(NAME, _record(raw))
 
 
-def _record(raw: _Event) -> EventRecord | None:
+def _keyed(raw: _Keyed, keys: KeyRing | None) -> Stored:
+    if keys is None or raw.key_id not in keys:
+        raise RejectedError("keyed_without_its_key")
+    if raw.block_size < MIN_KEYED_BLOCK:
+        raise RejectedError("no_blocks")
+    keys.expect(raw.block_size)
+    names = np.array(normalise.block_hashes(raw.block_hashes), np.uint64)
+    return normalise.stored(
+        hashes=raw.block_hashes,
+        parent=raw.parent_block_hash,
+        tokens=WireTokens(disguised(names, raw.block_size)),
+        block_size=raw.block_size,
+        medium=raw.medium,
+        lora_id=None,
+        lora_name=None,
+        salt=keyed_salt(raw.key_id),
+        content=BlockContent(),
+        group=raw.group_idx,
+        kind=raw.kv_cache_spec_kind,
+    )
+
+
+def _record(raw: _Stored | _Removed | _Cleared | _Ignored) -> EventRecord | None:
     match raw:
         case _Stored():
             return _stored(raw)

@@ -13,6 +13,7 @@ from anyio.abc import TaskGroup
 from kvmesh.events.endpoints import EndpointError
 from kvmesh.events.feeds.feed import Feed, feeds_of
 from kvmesh.events.index import PrefixIndex, Source
+from kvmesh.events.keyed import KeyRing
 from kvmesh.events.subscriber import Batch, Connected, Disconnected, EventSubscriber, Reset, SubscriberStatistics
 from kvmesh.net.curve import CurveSecurity
 from kvmesh.protocol.members import Member, MemberEvent
@@ -49,6 +50,7 @@ class Feeds:
         context: of the sockets.
         observer: sees what goes in.
         security: keys of the publishers that belong to the mesh; None: they are plain.
+        keys: of workers that tell keyed names instead of tokens.
     """
 
     def __init__(
@@ -59,12 +61,14 @@ class Feeds:
         *,
         observer: FeedObserver | None = None,
         security: CurveSecurity | None = None,
+        keys: KeyRing | None = None,
     ) -> None:
         self._index = index
         self._tasks = tasks
         self._context = context
         self._observer = observer
         self._security = security
+        self._keys = keys
         self._running: dict[Source, _Running] = {}
         self._tidying = False
         self._ended = dict.fromkeys(SubscriberStatistics.__struct_fields__, 0)
@@ -98,7 +102,11 @@ class Feeds:
                 feed.replay_endpoint,
                 context=self._context,
                 security=self._security if feed.in_mesh else None,
+                keys=self._keys,
             )
+            if self._keys is not None:
+                # An index that was restored holds blocks of workers whose events are yet to come.
+                self._keys.expect(feed.block_size)
         running = self._running[feed.source] = _Running(feed, subscriber, anyio.CancelScope())
         self._index.add(
             feed.source,
