@@ -40,7 +40,7 @@ class IndexerService(Service):
     """
 
     def __init__(self, settings: IndexerSettings) -> None:
-        keys = self._keys = ApiKeys(settings.api_keys_file)
+        keys = self._api_keys = ApiKeys(settings.api_keys_file)
         super().__init__(
             "indexer", middleware=[api_key_middleware(keys)], drain_s=settings.drain_s, tls=Tls(settings.tls)
         )
@@ -68,7 +68,7 @@ class IndexerService(Service):
         feeds = self._feeds = await tasks.start(self._work)
         if self._settings.coordinator_url is None:
             return
-        self._coordinator = CoordinatorClient(self._settings.coordinator_url, tls=self.tls, keys=self._keys)
+        self._coordinator = CoordinatorClient(self._settings.coordinator_url, tls=self.tls, keys=self._api_keys)
         await self._coordinator.start(tasks)
         self._coordinator.subscribe(feeds.hear)
         self._coordinator.announce(

@@ -20,6 +20,7 @@ from kvmesh.net.clock import Clock, SystemClock
 from kvmesh.net.discovery import CoordinatorClient, StaticMembership
 from kvmesh.net.http import REQUEST_ID, api_key_middleware, json_response
 from kvmesh.net.service import Health, Service
+from kvmesh.net.tls import Tls
 from kvmesh.protocol.errors import unavailable
 from kvmesh.protocol.members import Load, Member
 from kvmesh.protocol.openai.requests import ApiKind
@@ -57,8 +58,9 @@ class RouterService(Service):
     def __init__(
         self, settings: RouterSettings, *, tokenizer: TextTokenizer | None = None, clock: Clock | None = None
     ) -> None:
-        keys = ApiKeys(settings.api_keys_file, settings.api_keys)
-        super().__init__("router", middleware=[api_key_middleware(keys)], drain_s=settings.drain_s)
+        keys = self._api_keys = ApiKeys(settings.api_keys_file, settings.api_keys)
+        tls = Tls(settings.tls)
+        super().__init__("router", middleware=[api_key_middleware(keys)], drain_s=settings.drain_s, tls=tls)
         self.settings = settings
         self.instance_id = f"router-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
         self._clock = clock or SystemClock()
@@ -67,7 +69,7 @@ class RouterService(Service):
         self._tokenizer: PromptTokenizer | None = None
         self._pipeline: Pipeline | None = None
         self._model = settings.served_model_name or settings.model
-        self._upstream = HttpUpstream(keys, router=self.instance_id if settings.coordinator_url else None)
+        self._upstream = HttpUpstream(keys, router=self.instance_id if settings.coordinator_url else None, tls=tls)
         self._tasks: TaskGroup | None = None
         self._coordinator: CoordinatorClient | None = None
         self._static: StaticMembership | None = None
@@ -158,11 +160,19 @@ class RouterService(Service):
     async def _find_servers(self, tasks: TaskGroup, url: str) -> None:
         settings = self.settings
         if settings.context_servers or settings.generation_servers:
-            self._static = StaticMembership(settings.context_servers, settings.generation_servers, clock=self._clock)
+            self._static = StaticMembership(
+                settings.context_servers,
+                settings.generation_servers,
+                clock=self._clock,
+                tls=self.tls,
+                keys=self._api_keys,
+            )
             self._static.subscribe(self.parts.cluster.apply)
             await self._static.start(tasks)
         if settings.coordinator_url is not None:
-            self._coordinator = CoordinatorClient(settings.coordinator_url, clock=self._clock)
+            self._coordinator = CoordinatorClient(
+                settings.coordinator_url, clock=self._clock, tls=self.tls, keys=self._api_keys
+            )
             self._coordinator.subscribe(self.parts.cluster.apply)
             await self._coordinator.start(tasks)
             member = Member(

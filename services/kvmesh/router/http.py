@@ -11,6 +11,7 @@ import aiohttp
 import anyio
 from aiohttp import http_exceptions, web
 
+from kvmesh.net.auth import ApiKeys
 from kvmesh.net.http import REQUEST_ID_HEADER, ROUTER_HEADER
 from kvmesh.net.tls import Tls, tls_problem
 from kvmesh.protocol.errors import ApiError, bad_request
@@ -161,10 +162,8 @@ class HttpUpstream:
         tls: whom to trust behind ``https://`` and what to present.
     """
 
-    def __init__(
-        self, keys: Callable[[], frozenset[str]] = frozenset, *, router: str | None = None, tls: Tls | None = None
-    ) -> None:
-        self._keys = keys
+    def __init__(self, keys: ApiKeys | None = None, *, router: str | None = None, tls: Tls | None = None) -> None:
+        self._keys = keys or ApiKeys()
         self._options: Callable[[], Mapping[str, Any]] = dict if tls is None else tls.for_request
         self._own = {} if router is None else {ROUTER_HEADER: router}
         self._session: aiohttp.ClientSession | None = None
@@ -200,8 +199,8 @@ class HttpUpstream:
         if self._session is None:
             raise UpstreamUnreachableError("the router is stopping")
         headers = {**headers, **self._own}
-        if keys := self._keys():
-            headers["Authorization"] = f"Bearer {min(keys)}"
+        if (key := self._keys.own) is not None:
+            headers["Authorization"] = f"Bearer {key}"
         try:
             response = await self._session.request(
                 method, url, data=body, headers=headers, allow_redirects=False, **self._options()

@@ -54,6 +54,12 @@ class ApiKeys:
         return self._keys
 
     @property
+    def own(self) -> str | None:
+        """The key that this process sends to others of its mesh: the first of them; None without keys."""
+        self._refresh()
+        return self._own
+
+    @property
     def asked(self) -> bool:
         """Whether a key is asked for; never changes, since a file without keys is not taken in."""
         return bool(self._keys)
@@ -87,6 +93,7 @@ class ApiKeys:
 
     def _take(self, names: Mapping[str, str]) -> None:
         self._keys = frozenset(names)
+        self._own = min(names, default=None)
         self._encoded = [(key.encode(), name) for key, name in names.items()]
 
     def _refresh(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 import aiohttp
 import msgspec
 
+from kvmesh.net.auth import ApiKeys
 from kvmesh.net.tls import Tls, tls_problem
 from kvmesh.protocol.errors import ApiError
 
@@ -51,11 +52,18 @@ class HttpClient:
         timeout_s: bound of a whole exchange unless a call gives its own.
         headers: sent with each request.
         tls: whom to trust behind ``https://`` and what to present; None: the system's authorities, and nothing.
+        keys: the API keys of this mesh now, of which the first is sent along.
     """
 
     def __init__(
-        self, *, timeout_s: float = 10.0, headers: Mapping[str, str] | None = None, tls: Tls | None = None
+        self,
+        *,
+        timeout_s: float = 10.0,
+        headers: Mapping[str, str] | None = None,
+        tls: Tls | None = None,
+        keys: ApiKeys | None = None,
     ) -> None:
+        self._keys = keys
         self._timeout_s = timeout_s
         self._tls = tls
         self._headers = dict(headers or {})
@@ -127,6 +135,8 @@ class HttpClient:
         data = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
         sent = {"Content-Type": "application/json", **(headers or {})} if data is not None else headers
         try:
+            if self._keys is not None and (key := self._keys.own) is not None:
+                sent = {**(sent or {}), "Authorization": f"Bearer {key}"}
             options = self._tls.for_request() if self._tls is not None else _NO_OPTIONS
             response = await self._session.request(method, url, data=data, headers=sent, timeout=timeout, **options)
         except (TimeoutError, aiohttp.ClientError) as error:

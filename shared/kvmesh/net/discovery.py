@@ -13,6 +13,7 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 
+from kvmesh.net.auth import ApiKeys
 from kvmesh.net.client import HttpClient, PeerUnreachableError
 from kvmesh.net.clock import Clock, SystemClock
 from kvmesh.net.discovery_ledger import LedgerReporter
@@ -64,6 +65,7 @@ class CoordinatorClient:
         watch: whether to follow the membership; without it :meth:`members` stays empty.
         headers: sent with every request (credentials).
         tls: whom to trust behind ``https://`` and what to present.
+        keys: the API keys of this mesh now.
     """
 
     def __init__(
@@ -74,10 +76,11 @@ class CoordinatorClient:
         watch: bool = True,
         headers: dict[str, str] | None = None,
         tls: Tls | None = None,
+        keys: ApiKeys | None = None,
     ) -> None:
         self._clock = clock or SystemClock()
         self._watch = watch
-        self._http = HttpClient(timeout_s=EXCHANGE_TIMEOUT_S, headers=headers, tls=tls)
+        self._http = HttpClient(timeout_s=EXCHANGE_TIMEOUT_S, headers=headers, tls=tls, keys=keys)
         self._link = CoordinatorLink(url)
         self._view = MemberView()
         self._tasks: TaskGroup | None = None

@@ -7,18 +7,19 @@ it does not.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from urllib.parse import urlsplit
 
 import anyio
 import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 
+from kvmesh.net.auth import ApiKeys
 from kvmesh.net.client import HttpClient, PeerUnreachableError
 from kvmesh.net.clock import Clock, SystemClock
 from kvmesh.net.discovery_view import MemberCallback, MemberView
+from kvmesh.net.server_info import ServerInfo, member_from_info
 from kvmesh.net.tls import Tls
 from kvmesh.protocol.errors import ApiError
-from kvmesh.protocol.members import Count, Epoch, Member, MemberEvent, Role, WatchReply
+from kvmesh.protocol.members import Member, MemberEvent, Role, WatchReply
 from kvmesh.telemetry import get_logger
 
 __all__ = ["StaticMembership"]
@@ -29,30 +30,6 @@ PROBE_INTERVAL_S = 3.0
 PROBE_TIMEOUT_S = 2.0
 
 _log = get_logger("discovery")
-
-
-class _DisaggregatedInfo(msgspec.Struct):
-    ctx_info_endpoint: str | list[str] | None = None
-
-
-class _ServerInfo(msgspec.Struct):
-    """``GET /server_info`` of KVMesh and TensorRT-LLM servers; what the latter lack has a default."""
-
-    instance_id: str = ""
-    epoch: Epoch = 0
-    model: str = ""
-    compat_digest: str = ""
-    tokens_per_block: Count = 0
-    kv_cache_hash_algo: str = ""
-    max_batch_size: Count = 0
-    dp_size: Count = 1
-    max_seq_len: Count = 0
-    ctx_addresses: list[str] = []
-    transfer_backend: str | None = None
-    events_endpoint: str | None = None
-    replay_endpoint: str | None = None
-    events_single_group: bool = False
-    disaggregated_params: _DisaggregatedInfo | None = None
 
 
 class StaticMembership:
@@ -66,6 +43,7 @@ class StaticMembership:
         clock: waits between probes.
         dialect: of these servers.
         tls: whom to trust behind ``https://`` and what to present.
+        keys: the API keys of this mesh now.
     """
 
     def __init__(
@@ -76,11 +54,12 @@ class StaticMembership:
         clock: Clock | None = None,
         dialect: str = "kvmesh",
         tls: Tls | None = None,
+        keys: ApiKeys | None = None,
     ) -> None:
         self._clock = clock or SystemClock()
         self._dialect = dialect
         self._view = MemberView()
-        self._http = HttpClient(timeout_s=PROBE_TIMEOUT_S, tls=tls)
+        self._http = HttpClient(timeout_s=PROBE_TIMEOUT_S, tls=tls, keys=keys)
         self._scope: anyio.CancelScope | None = None
         self._alive: dict[str, Member] = {}
         self._revision = 0
@@ -129,7 +108,7 @@ class StaticMembership:
         try:
             async with self._http.open("GET", f"{url}/health"):
                 pass
-            info = await self._http.call("GET", f"{url}/server_info", _ServerInfo)
+            info = await self._http.call("GET", f"{url}/server_info", ServerInfo)
         except (PeerUnreachableError, ApiError, msgspec.DecodeError) as error:
             if (member := self._alive.pop(url, None)) is not None:
                 _log.warning("server does not answer", url=url, error=str(error))
@@ -137,32 +116,8 @@ class StaticMembership:
             return
         if url not in self._alive:
             _log.info("server answers", url=url, role=role)
-        member = self._alive[url] = self._member(url, role, info)
+        member = self._alive[url] = member_from_info(info, url, role=role, dialect=self._dialect)
         self._tell(MemberEvent(revision=0, kind="joined", member=member))
-
-    def _member(self, url: str, role: Role, info: _ServerInfo) -> Member:
-        given = info.disaggregated_params.ctx_info_endpoint if info.disaggregated_params is not None else None
-        endpoints = [given] if isinstance(given, str) else given or []
-        return Member(
-            instance_id=info.instance_id or urlsplit(url).netloc,
-            role=role,
-            url=url,
-            epoch=info.epoch,
-            dialect=self._dialect,
-            model=info.model,
-            compat_digest=info.compat_digest,
-            tokens_per_block=info.tokens_per_block,
-            kv_cache_hash_algo=info.kv_cache_hash_algo,
-            max_batch_size=info.max_batch_size,
-            max_seq_len=info.max_seq_len,
-            dp_size=info.dp_size,
-            ctx_info_endpoint=endpoints[0] if endpoints else None,
-            ctx_addresses=info.ctx_addresses,
-            transfer_backend=info.transfer_backend,
-            events_endpoint=info.events_endpoint,
-            replay_endpoint=info.replay_endpoint,
-            events_single_group=info.events_single_group,
-        )
 
     def _tell(self, event: MemberEvent) -> None:
         self._revision += 1

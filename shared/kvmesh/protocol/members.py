@@ -89,6 +89,8 @@ class Member(msgspec.Struct, kw_only=True):
     started_unix_ms: Count = 0
     pid: Count = 0
     draining: bool = False
+    source: Name = ""
+    """Where the coordinator found it (``dns:context``, say); empty: it has registered itself."""
     load: Load = msgspec.field(default_factory=Load)
     protocol: Count = PROTOCOL_VERSION
 

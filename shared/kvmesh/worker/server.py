@@ -75,7 +75,7 @@ class WorkerService(Service):
 
     def __init__(self, settings: WorkerSettings) -> None:
         name = "worker" if settings.role == "both" else settings.role
-        keys = ApiKeys(settings.api_keys_file)
+        keys = self._api_keys = ApiKeys(settings.api_keys_file)
         tls = Tls(settings.tls)
         super().__init__(name, middleware=[api_key_middleware(keys, _OPEN_PATHS)], drain_s=settings.drain_s, tls=tls)
         instance_id = settings.instance_id or f"{name}-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
@@ -135,7 +135,7 @@ class WorkerService(Service):
             member = member_of(settings, self._facts.name, ranks, epoch=engine.epoch, url=url)
             self._coordinator = await join_mesh(
                 tasks,
-                CoordinatorClient(settings.coordinator_url, tls=self.tls),
+                CoordinatorClient(settings.coordinator_url, tls=self.tls, keys=self._api_keys),
                 member,
                 engine,
                 self._context_legs,
