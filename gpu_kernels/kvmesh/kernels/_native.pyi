@@ -1,6 +1,6 @@
 # Signatures of the CPython extension (csrc/ext). Arrays must be contiguous; the GIL is left for large inputs.
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import msgspec
@@ -85,3 +85,77 @@ class PageStates:
     def is_queued(self, page: int, /) -> bool: ...
     def queued_into(self, out: NDArray[np.bool_], /) -> None: ...
     def nbytes(self) -> int: ...
+
+class PrefixCore:
+    def __new__(
+        cls,
+        max_memory_bytes: int,
+        match: type[Any],
+        stored: type[Any],
+        removed: type[Any],
+        cleared: type[Any],
+        identities: Callable[[Any], NDArray[np.uint64]],
+        /,
+    ) -> Self: ...
+    def admit(
+        self,
+        instance_id: str,
+        dp_rank: int,
+        model: str,
+        tenant: str,
+        lora: str | int | None,
+        salt: str | None,
+        single_group: bool,
+        /,
+    ) -> int: ...
+    def remove(self, stream: int, /) -> None: ...
+    def clear(self, stream: int, /) -> None: ...
+    def set_hidden(self, stream: int, hidden: bool, /) -> None: ...
+    def apply(self, stream: int, records: Iterable[Any], /) -> None: ...
+    def reclaim(self, limit: int, /) -> bool: ...
+    def reclaimable(self) -> bool: ...
+    def num_held(self, stream: int, /) -> int: ...
+    def memory_bytes(self) -> int: ...
+    def statistics(self) -> dict[str, int]: ...
+    def dump(
+        self, stream: int, table: int, position: int, limit: int, /
+    ) -> tuple[int, list[tuple[tuple[str, str, str | int | None, str | None], int, int, int | None]]]: ...
+    def digests(
+        self, stream: int, /
+    ) -> list[tuple[int, tuple[str, str, str | int | None, str | None], int, int]] | None: ...
+    def match(
+        self,
+        tokens: NDArray[np.int32] | list[int],
+        model: str,
+        tenant: str,
+        lora: str | int | None,
+        salts: tuple[str | None, ...],
+        block_size: int | None,
+        /,
+    ) -> list[Any]: ...
+    def match_hashes(
+        self,
+        prefix_hashes: NDArray[np.uint64] | list[int],
+        model: str,
+        tenant: str,
+        lora: str | int | None,
+        salts: tuple[str | None, ...],
+        block_size: int | None,
+        /,
+    ) -> list[Any]: ...
+    def predict(
+        self,
+        stream: int,
+        tokens: NDArray[np.int32] | list[int],
+        model: str,
+        tenant: str,
+        lora: str | int | None,
+        salt: str | None,
+        block_size: int,
+        due: int,
+        /,
+    ) -> None: ...
+    def expire(self, tick: int, /) -> int: ...
+    def begin_snapshot(self, streams: list[int], tick: int, /) -> int: ...
+    def next_part(self, number: int, /) -> bytes | None: ...
+    def restore(self, parts: Iterable[bytes], streams: list[int], tick: int, /) -> int: ...

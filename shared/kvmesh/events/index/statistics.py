@@ -4,16 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["BLOCK_BYTES", "RESIDENCY_BYTES", "IndexStatistics"]
-
-BLOCK_BYTES = 208
-"""Memory of one block in a tree: its node, its prefix hash and the entry that finds it."""
-
-RESIDENCY_BYTES = 88
-"""Memory of one block at one worker: the engine's hash and the entry that finds the node.
-
-Both measured as resident memory with 1 worker (296 bytes a block), and above tracemalloc's count with 1 to 40 workers.
-"""
+__all__ = ["IndexStatistics"]
 
 
 class IndexStatistics(msgspec.Struct, kw_only=True):
@@ -24,7 +15,9 @@ class IndexStatistics(msgspec.Struct, kw_only=True):
     blocks: int = 0
     """Distinct blocks."""
     residencies: int = 0
-    """Blocks times the workers and tiers that hold them."""
+    """Blocks times the workers and tiers that hold them, predicted ones included."""
+    predicted_blocks: int = 0
+    """Blocks that are taken for held because a request was just sent there."""
     parked_runs: int = 0
     """Stored events whose parent has not been heard of."""
     stored_blocks_total: int = 0
@@ -42,6 +35,8 @@ class IndexStatistics(msgspec.Struct, kw_only=True):
     """Blocks of groups whose presence does not mean that a prefix can be reused (windows, states)."""
     forgotten_blocks_total: int = 0
     """Blocks that the memory bound pushed out."""
+    expired_blocks_total: int = 0
+    """Predicted blocks whose time was over."""
     matches_total: int = 0
     matched_tokens_total: int = 0
     """Tokens that the best worker held, over all matches."""

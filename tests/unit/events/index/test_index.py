@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from kvmesh.events.index import PrefixIndex, Source
-from kvmesh.events.index.orphans import MAX_PARKED_RUNS
-from kvmesh.events.index.statistics import BLOCK_BYTES, RESIDENCY_BYTES
 from kvmesh.events.records import Cleared, Removed, Stored, Tier
 from kvmesh.hashing import local_hashes, salt_id, sequence_hashes
 
 BLOCK = 2
+MAX_PARKED_RUNS = 256
+"""Of one source."""
 A, B = Source("a"), Source("b")
 
 
@@ -301,35 +301,48 @@ class TestSources:
         assert index.statistics().blocks == 2
         assert index.statistics().residencies == 2
 
-    def test_bits_are_used_again(self, index: PrefixIndex) -> None:
-        for _ in range(100):
-            index.clear(A)
-            index.apply(A, [stored([1], [1])])
-        assert len(index._by_number) <= 3
+    def test_sources_that_come_and_go_leave_nothing(self, index: PrefixIndex) -> None:
+        def churn(count: int) -> int:
+            for _ in range(count):
+                index.clear(A)
+                index.apply(A, [stored([1], [1])])
+            return index.memory_bytes
+
+        assert churn(10) == churn(1000)
 
 
 class TestMemory:
+    BOUND = 120_000
+
     def test_what_nobody_asked_for_is_forgotten_first(self) -> None:
-        index = PrefixIndex(max_memory_bytes=100 * (BLOCK_BYTES + RESIDENCY_BYTES))
+        index = PrefixIndex(max_memory_bytes=self.BOUND)
         index.add(A, model="m")
         index.apply(A, [stored([1, 2, 3], [1, 2, 3])])
-        for number in range(100, 2000):
+        for number in range(100, 5000):
             assert device(index, 1, 2, 3) == {"a": 3}
             index.apply(A, [stored([number], [number])])
-            assert index.memory_bytes <= 100 * (BLOCK_BYTES + RESIDENCY_BYTES)
+            assert index.memory_bytes <= self.BOUND
         assert device(index, 1, 2, 3) == {"a": 3}
         assert device(index, 100) == {}
         assert index.statistics().forgotten_blocks_total > 1000
 
     def test_it_claims_less_but_never_more(self) -> None:
-        index = PrefixIndex(max_memory_bytes=10 * (BLOCK_BYTES + RESIDENCY_BYTES))
+        index = PrefixIndex(max_memory_bytes=self.BOUND)
         index.add(A, model="m")
-        index.apply(A, [stored(list(range(1, 100)), range(99))])
-        assert index.num_held(A) <= 10
-        assert device(index, *range(99))["a"] == index.num_held(A)
-        index.apply(A, [removed(*range(99, 0, -1))])
+        index.apply(A, [stored(list(range(1, 10_000)), range(9999))])
+        held = index.num_held(A)
+        assert 500 < held < 5000
+        assert device(index, *range(9999))["a"] == held
+        index.apply(A, [removed(*range(9999, 0, -1))])
         statistics = index.statistics()
         assert (statistics.blocks, statistics.residencies) == (0, 0)
+
+    def test_a_bound_below_the_index_itself_holds_nothing(self) -> None:
+        index = PrefixIndex(max_memory_bytes=1)
+        index.add(A, model="m")
+        index.apply(A, [stored([1], [1]), removed(1)])
+        assert device(index, 1) == {}
+        assert index.statistics().forgotten_blocks_total == 1
 
 
 def test_dump(index: PrefixIndex) -> None:

@@ -1,0 +1,100 @@
+// Growable arrays of the prefix index: their memory is counted, and large ones are mappings of their own, so that what
+// is counted is what the process has, and shrinking gives it back.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <type_traits>
+
+namespace kvmesh::index {
+
+constexpr uint32_t kNone = UINT32_MAX;
+
+// From here on an array is mapped: growing it moves pages, not bytes, and needs no second copy.
+constexpr size_t kMappedBytes = 256 * 1024;
+constexpr size_t kPageBytes = 4096;
+
+// How many values to make room for when `needed` do not fit: small arrays grow by half, large ones by an eighth.
+inline size_t grown(size_t needed, size_t now, size_t value_bytes) {
+  const size_t step = now * value_bytes < kMappedBytes ? now / 2 : now / 8;
+  return std::max<size_t>({needed, now + step, 16});
+}
+
+template <typename T>
+class Array {
+  static_assert(std::is_trivially_copyable_v<T>);
+
+ public:
+  // `account` is kept at the sum of the bytes of all arrays that share it.
+  explicit Array(size_t* account) : account_(account) {}
+  Array(const Array&) = delete;
+  Array& operator=(const Array&) = delete;
+  ~Array() { set_capacity(0); }
+
+  T& operator[](size_t i) { return data_[i]; }
+  const T& operator[](size_t i) const { return data_[i]; }
+  T* data() { return data_; }
+  const T* data() const { return data_; }
+  size_t capacity() const { return bytes_ / sizeof(T); }
+  size_t bytes() const { return bytes_; }
+
+  static size_t bytes_for(size_t capacity) {
+    const size_t bytes = capacity * sizeof(T);
+    return bytes < kMappedBytes ? bytes : (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
+  }
+
+  // Keeps the leading values. On bad_alloc nothing has changed; making an array smaller never fails.
+  void set_capacity(size_t capacity) {
+    const size_t wanted = bytes_for(capacity);
+    if (wanted == bytes_) return;
+    T* data = resized(wanted);
+    if (data == nullptr && wanted > 0) {
+      if (wanted < bytes_) return;
+      throw std::bad_alloc();
+    }
+    *account_ += wanted - bytes_;
+    data_ = data;
+    bytes_ = wanted;
+  }
+
+  void swap(Array& other) {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+    std::swap(account_, other.account_);
+  }
+
+ private:
+  T* resized(size_t wanted) {
+    const bool was_mapped = bytes_ >= kMappedBytes, is_mapped = wanted >= kMappedBytes;
+    if (was_mapped && is_mapped) return checked(mremap(data_, bytes_, wanted, MREMAP_MAYMOVE));
+    if (!was_mapped && !is_mapped && wanted > 0) return static_cast<T*>(std::realloc(data_, wanted));
+    T* data = nullptr;
+    if (is_mapped) {
+      data = checked(mmap(nullptr, wanted, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    } else if (wanted > 0) {
+      data = static_cast<T*>(std::malloc(wanted));
+    }
+    if (data == nullptr && wanted > 0) return nullptr;
+    if (data != nullptr && data_ != nullptr)
+      std::memcpy(static_cast<void*>(data), data_, std::min(bytes_, wanted));
+    if (was_mapped) {
+      munmap(data_, bytes_);
+    } else {
+      std::free(data_);
+    }
+    return data;
+  }
+  static T* checked(void* mapping) { return mapping == MAP_FAILED ? nullptr : static_cast<T*>(mapping); }
+
+  T* data_ = nullptr;
+  size_t bytes_ = 0;
+  size_t* account_;
+};
+
+}  // namespace kvmesh::index

@@ -1,0 +1,133 @@
+// Blocks in their places: trees of nodes, one for each scope and cut, found by prefix hash.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "index_memory.h"
+#include "index_states.h"
+#include "index_table.h"
+
+namespace kvmesh::index {
+
+// What must be equal for two prompts to share blocks, as opaque bytes, counted by its users.
+class Scopes {
+ public:
+  explicit Scopes(size_t* account) : account_(account) {}
+
+  // Counts a use.
+  uint32_t use(const std::string& key);
+  void use(uint32_t scope) { ++scopes_[scope].uses; }
+  void drop(uint32_t scope);
+  uint32_t find(const std::string& key) const;  // or kNone
+  const std::string& key(uint32_t scope) const { return *scopes_[scope].key; }
+  std::vector<uint32_t>& trees(uint32_t scope) { return scopes_[scope].trees; }
+  size_t num_with_trees() const { return num_with_trees_; }
+  void add_tree(uint32_t scope, uint32_t tree);
+  void remove_tree(uint32_t scope, uint32_t tree);
+
+ private:
+  struct Scope {
+    const std::string* key = nullptr;
+    uint32_t uses = 0;
+    std::vector<uint32_t> trees;
+  };
+  static size_t bytes_of(const std::string& key);
+
+  size_t* account_;
+  std::vector<Scope> scopes_;
+  std::vector<uint32_t> free_;
+  std::unordered_map<std::string, uint32_t> by_key_;
+  size_t num_with_trees_ = 0;
+};
+
+struct Node {
+  uint64_t key;  // rolling hash of the whole prefix that ends with this block
+  uint32_t parent;
+  uint32_t first_child;
+  uint32_t next;  // sibling; of a free node, the next free one
+  uint32_t previous;
+  uint32_t state;
+  uint32_t place;  // its tree, and whether a match ended here since the memory bound last looked
+
+  static constexpr uint32_t kAsked = uint32_t{1} << 31, kFree = kNone;
+  uint32_t tree() const { return place & ~kAsked; }
+  bool asked() const { return (place & kAsked) != 0; }
+  void set_asked(bool asked) { place = asked ? place | kAsked : place & ~kAsked; }
+};
+
+// How prompts are cut into blocks.
+struct Cut {
+  uint32_t block_size = 0;
+  uint32_t lookahead = 0;  // so many tokens after its own are part of a block's identity
+
+  bool operator==(const Cut& other) const { return block_size == other.block_size && lookahead == other.lookahead; }
+};
+
+struct Tree {
+  uint32_t scope;
+  Cut cut;
+  uint32_t uses;  // its nodes, and who is working on it
+};
+
+class Nodes {
+ public:
+  Nodes(size_t* account, States& states)
+      : scopes(account), account_(account), states_(states), nodes_(account), table_(account) {}
+
+  Scopes scopes;
+
+  Node& operator[](uint32_t node) { return nodes_[node]; }
+  const Node& operator[](uint32_t node) const { return nodes_[node]; }
+  size_t count() const { return table_.count(); }
+  uint32_t end() const { return end_; }
+  bool is_free(uint32_t node) const { return nodes_[node].place == Node::kFree; }
+  const Tree& tree(uint32_t tree) const { return trees_[tree]; }
+  uint32_t scope_of(uint32_t node) const { return trees_[nodes_[node].tree()].scope; }
+
+  // The tree of a scope and cut, new if need be, with one use more.
+  uint32_t use_tree(uint32_t scope, Cut cut);
+  void use_tree(uint32_t tree) { ++trees_[tree].uses; }
+  void drop_tree(uint32_t tree);
+
+  uint32_t find(uint32_t tree, uint64_t key) const {
+    return table_.find(tag(tree, key), [&](uint32_t node) {
+      return nodes_[node].key == key && nodes_[node].tree() == tree;
+    });
+  }
+  void prefetch(uint32_t tree, uint64_t key) const { table_.prefetch(tag(tree, key)); }
+
+  // A new node; there must be room for it.
+  uint32_t add(uint32_t tree, uint64_t key, uint32_t parent);
+  // Takes out a node that nobody holds and that has nothing below it, and its ancestors likewise.
+  void prune(uint32_t node);
+  void set_state(uint32_t node, uint32_t state) {
+    states_.use(state);
+    states_.drop(nodes_[node].state);
+    nodes_[node].state = state;
+  }
+
+  // Bytes more that `count` new nodes may need, at the worst moment.
+  size_t growth(size_t count) const;
+  void reserve(size_t count);
+  bool worth_compacting() const { return end_ > 1024 && table_.count() < end_ - end_ / 4; }
+  // Moves nodes together and gives back the memory behind them. The new number of each old one.
+  std::vector<uint32_t> compact();
+
+ private:
+  static uint32_t tag(uint32_t tree, uint64_t key) { return tag_of(key ^ (tree + 1) * 0xD6E8FEB86659FD93u); }
+  size_t num_free() const { return end_ - table_.count(); }
+
+  size_t* account_;
+  States& states_;
+  Array<Node> nodes_;
+  Table table_;
+  uint32_t end_ = 0;
+  uint32_t first_free_ = kNone;
+  std::vector<Tree> trees_;
+  std::vector<uint32_t> free_trees_;
+};
+
+}  // namespace kvmesh::index

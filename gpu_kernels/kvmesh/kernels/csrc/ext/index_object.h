@@ -1,0 +1,74 @@
+// PrefixCore, the Python object around the prefix index, and what its methods share.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "index_core.h"
+#include "index_python.h"
+#include "index_search.h"
+#include "index_snapshot.h"
+
+namespace kvmesh::index {
+
+// A source as Python knows it. Its scope is kept in parts: events may name another adapter or salt.
+struct Names {
+  Ref instance_id, rank;
+  std::string model, tenant, lora, salt;
+  bool single_group = false;
+};
+
+// The Python classes that the object reads and makes.
+struct Types {
+  Ref match, stored, removed, cleared;
+  Ref identities;  // function: a stored record with extra keys -> uint64 array of its blocks' local hashes
+};
+
+struct State {
+  State(size_t max_bytes, Types types) : core(max_bytes), search(core), types(std::move(types)) {}
+
+  Core core;
+  Search search;
+  Types types;
+  std::vector<Names> names;                     // by stream
+  std::vector<uint64_t> hashes, locals, keys;   // of the call that is being made
+  std::string scope_key;
+  uint64_t changes = 0;  // calls that may have changed the index
+  std::unique_ptr<SnapshotWriter> writer;
+  uint64_t writer_number = 0, writer_changes = 0;
+};
+
+struct PrefixCore {
+  PyObject_HEAD
+  State* state;
+};
+
+inline State& state_of(PyObject* self) { return *reinterpret_cast<PrefixCore*>(self)->state; }
+
+// Runs `work`, which returns null or -1 with an exception set on failure; C++ exceptions become Python's.
+template <typename Work>
+auto guarded(const Work& work) -> decltype(work()) {
+  try {
+    return work();
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return static_cast<decltype(work())>(0);
+}
+
+// The stream of an argument, or kNone with an exception set.
+uint32_t read_stream(State& state, PyObject* argument);
+bool count_arguments(Py_ssize_t given, Py_ssize_t expected, const char* name);
+
+// apply(stream, records)
+PyObject* apply_records(State& state, uint32_t stream, PyObject* records);
+// The scope of a stored event that names these (None: the source's), with one use more; kNone with an exception set.
+uint32_t use_scope(State& state, uint32_t stream, PyObject* model, PyObject* tenant, PyObject* lora, PyObject* salt);
+
+extern PyMethodDef query_methods[];        // match, match_hashes, predict and the like: index_queries.cpp
+extern PyMethodDef persistence_methods[];  // snapshots: index_persistence.cpp
+
+}  // namespace kvmesh::index

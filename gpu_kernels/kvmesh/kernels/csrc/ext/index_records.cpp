@@ -1,0 +1,167 @@
+// Records of Python (kvmesh.events.records) into the index.
+#include "index_object.h"
+
+namespace kvmesh::index {
+namespace {
+
+// Attribute names, made once.
+struct Words {
+  PyObject *hashes, *parent, *token_ids, *block_size, *tier, *lora, *salt, *extra_keys, *group, *kind, *model,
+      *tenant, *lookahead;
+
+  static const Words* get() {
+    static const Words* words = make();
+    return words;
+  }
+
+ private:
+  static const Words* make() {
+    auto* words = new (std::nothrow) Words{};
+    if (words == nullptr) return nullptr;
+    const std::pair<PyObject**, const char*> all[] = {
+        {&words->hashes, "hashes"},         {&words->parent, "parent"}, {&words->token_ids, "token_ids"},
+        {&words->block_size, "block_size"}, {&words->tier, "tier"},     {&words->lora, "lora"},
+        {&words->salt, "salt"},             {&words->group, "group"},   {&words->extra_keys, "extra_keys"},
+        {&words->kind, "kind"},             {&words->model, "model"},   {&words->tenant, "tenant"},
+        {&words->lookahead, "lookahead"}};
+    for (const auto& [word, text] : all)
+      if ((*word = PyUnicode_InternFromString(text)) == nullptr) return nullptr;
+    return words;
+  }
+};
+
+// Groups whose blocks mean that a prefix can be reused; those of windows and recurrent states do not. Windows count of
+// a source that tells its widest group alone: then there is none that needs more blocks, and the blocks of a whole
+// leading run are a window of each.
+bool admitted(PyObject* kind, bool single_group) {
+  if (kind == Py_None) return true;
+  if (!PyUnicode_Check(kind)) return false;
+  for (const char* name : {"full_attention", "mla_attention", "sink_full_attention"})
+    if (PyUnicode_CompareWithASCIIString(kind, name) == 0) return true;
+  for (const char* name : {"sliding_window", "sliding_window_mla"})
+    if (single_group && PyUnicode_CompareWithASCIIString(kind, name) == 0) return true;
+  return false;
+}
+
+// The hash of each block, with its extra keys mixed in: such blocks are equal only with equal keys.
+bool read_identities(State& state, PyObject* record, PyObject* extra_keys, PyObject* tokens, Cut cut) {
+  if (extra_keys == Py_None) return read_locals(tokens, cut, SIZE_MAX, &state.locals);
+  const Ref mixed(PyObject_CallOneArg(state.types.identities.get(), record));
+  return mixed && read_hashes(mixed.get(), &state.locals);
+}
+
+bool apply_stored(State& state, uint32_t stream, PyObject* record) {
+  const Words& words = *Words::get();
+  const Ref hashes(PyObject_GetAttr(record, words.hashes)), parent(PyObject_GetAttr(record, words.parent));
+  const Ref tokens(PyObject_GetAttr(record, words.token_ids)), size(PyObject_GetAttr(record, words.block_size));
+  const Ref tier(PyObject_GetAttr(record, words.tier)), lora(PyObject_GetAttr(record, words.lora));
+  const Ref salt(PyObject_GetAttr(record, words.salt)), extra(PyObject_GetAttr(record, words.extra_keys));
+  const Ref group(PyObject_GetAttr(record, words.group)), kind(PyObject_GetAttr(record, words.kind));
+  const Ref model(PyObject_GetAttr(record, words.model)), tenant(PyObject_GetAttr(record, words.tenant));
+  const Ref lookahead(PyObject_GetAttr(record, words.lookahead));
+  if (!hashes || !parent || !tokens || !size || !tier || !lora || !salt || !extra || !group || !kind || !model ||
+      !tenant || !lookahead)
+    return false;
+  Run run{};
+  if (!read_group(group.get(), &run.group) || !read_tier(tier.get(), &run.tier)) return false;
+  if (!admitted(kind.get(), state.names[stream].single_group)) {
+    const Py_ssize_t count = PyObject_Size(hashes.get());
+    if (count < 0) return false;
+    state.core.ignore(stream, run.group, static_cast<size_t>(count));
+    return true;
+  }
+  const Py_ssize_t count = num_tokens(tokens.get());
+  if (count < 0) return false;
+  if (count > 0) {
+    if (!read_block_size(size.get(), &run.cut.block_size) || !read_lookahead(lookahead.get(), &run.cut.lookahead))
+      return false;
+    if (!read_identities(state, record, extra.get(), tokens.get(), run.cut)) return false;
+  }
+  // Last, since the calls above may run Python code.
+  if (!read_optional(parent.get(), &run.parent) || !read_hashes(hashes.get(), &state.hashes)) return false;
+  if (!state.core.known(stream)) return true;
+  if (count == 0) {
+    state.core.move(stream, run.tier, state.hashes.data(), state.hashes.size());
+    return true;
+  }
+  if (state.locals.size() != state.hashes.size()) {
+    PyErr_Format(PyExc_ValueError, "%zu blocks of %u tokens need as many hashes, not %zu", state.locals.size(),
+                 run.cut.block_size, state.hashes.size());
+    return false;
+  }
+  run.hashes = state.hashes.data();
+  run.locals = state.locals.data();
+  run.count = state.hashes.size();
+  run.scope = use_scope(state, stream, model.get(), tenant.get(), lora.get(), salt.get());
+  if (run.scope == kNone) return false;
+  state.core.store(stream, run);
+  state.core.nodes.scopes.drop(run.scope);
+  return true;
+}
+
+bool apply_removed(State& state, uint32_t stream, PyObject* record) {
+  const Words& words = *Words::get();
+  const Ref hashes(PyObject_GetAttr(record, words.hashes)), tier(PyObject_GetAttr(record, words.tier));
+  const Ref group(PyObject_GetAttr(record, words.group));
+  int of = 0;
+  std::optional<int64_t> number;
+  if (!hashes || !tier || !group || !read_tier(tier.get(), &of) || !read_group(group.get(), &number)) return false;
+  if (!read_hashes(hashes.get(), &state.hashes)) return false;
+  if (number && state.core.ignores(stream, *number)) return true;
+  state.core.remove(stream, of, state.hashes.data(), state.hashes.size());
+  return true;
+}
+
+bool apply_record(State& state, uint32_t stream, PyObject* record) {
+  const PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(record));
+  if (type == state.types.stored.get()) return apply_stored(state, stream, record);
+  if (type == state.types.removed.get()) return apply_removed(state, stream, record);
+  if (type == state.types.cleared.get()) {
+    state.core.clear(stream);
+    return true;
+  }
+  PyErr_Format(PyExc_TypeError, "not a record: %.100s", Py_TYPE(record)->tp_name);
+  return false;
+}
+
+}  // namespace
+
+uint32_t use_scope(State& state, uint32_t stream, PyObject* model, PyObject* tenant, PyObject* lora, PyObject* salt) {
+  Scopes& scopes = state.core.nodes.scopes;
+  if (model == Py_None && tenant == Py_None && lora == Py_None && salt == Py_None) {
+    const uint32_t scope = state.core.source(stream).scope;
+    scopes.use(scope);
+    return scope;
+  }
+  const Names& names = state.names[stream];
+  state.scope_key.clear();
+  const std::pair<PyObject*, const std::string*> parts[] = {
+      {model, &names.model}, {tenant, &names.tenant}, {lora, &names.lora}, {salt, &names.salt}};
+  for (const auto& [told, base] : parts) {
+    if (told == Py_None) {
+      state.scope_key += *base;
+    } else if (!append_value(told, &state.scope_key)) {
+      return kNone;
+    }
+  }
+  return scopes.use(state.scope_key);
+}
+
+PyObject* apply_records(State& state, uint32_t stream, PyObject* records) {
+  if (Words::get() == nullptr) return PyErr_Occurred() ? nullptr : PyErr_NoMemory();
+  const Ref items(PySequence_Fast(records, "records must be iterable"));
+  if (!items) return nullptr;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()) && state.core.known(stream); ++i) {
+    const Ref record = Ref::borrowed(PySequence_Fast_GET_ITEM(items.get(), i));
+    try {
+      if (!apply_record(state, stream, record.get())) return nullptr;
+    } catch (const std::bad_alloc&) {
+      // Half of a record may be in: nothing of this source can be relied on.
+      state.core.clear(stream);
+      throw;
+    }
+  }
+  Py_RETURN_NONE;
+}
+
+}  // namespace kvmesh::index
