@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 from structlog.testing import capture_logs
 
 from kvmesh.cache.events import StoredBlocks
 from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
-from kvmesh.config import WorkerSettings
+from kvmesh.config import ConfigError, WorkerSettings
 from kvmesh.events.endpoints import EndpointError
 from kvmesh.events.factory import EventOrigin, create_event_source
+from kvmesh.events.keyed import generate_key
+from kvmesh.events.publisher import ZmqPublisher
+from kvmesh.events.sink import StreamSink
 from kvmesh.events.source import BufferedSource, EventSource, EventStatistics, StreamSource
 from kvmesh.net.clock import ManualClock
+from kvmesh.net.curve import create_key_pair
+from kvmesh.protocol.events import KeyedBlocksStored
 
 MakeBlocks = Callable[..., StoredBlocks]
 
@@ -35,10 +43,18 @@ def source_of(
     *windows: int | None,
     clock: ManualClock | None = None,
     tier_moves: str = "publish",
+    events: dict[str, Any] | None = None,
+    curve: dict[str, Any] | None = None,
     **origin: Any,
 ) -> EventSource:
     settings = WorkerSettings.model_validate(
-        {"role": "context", "model": "m", "kv_cache_config": cache, "events": {"tier_moves": tier_moves}}
+        {
+            "role": "context",
+            "model": "m",
+            "kv_cache_config": cache,
+            "events": {"tier_moves": tier_moves} | (events or {}),
+            "curve": curve or {},
+        }
     )
     facts = {"model_name": "m", "layout": layout(*windows or (None,)), "manager_v2": True, "max_seq_len": 512}
     return create_event_source(settings, EventOrigin(**facts | origin), clock or ManualClock())  # type: ignore[arg-type]
@@ -179,3 +195,89 @@ def test_t12_ports_that_cannot_be_bound_are_refused_before_any_is(endpoint: str,
     events = {"enable_kv_cache_events": True, "endpoint": endpoint, "replay_endpoint": replay}
     with pytest.raises(EndpointError, match=says):
         source_of({"kv_events_config": events}, world_size=2)
+
+
+def test_keys_that_cannot_be_used_are_refused_before_anything_is_bound(tmp_path: Path) -> None:
+    streamed = {"kv_events_config": {"enable_kv_cache_events": True} | LOOPBACK}
+    _, secret = create_key_pair(tmp_path)
+    secret.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        source_of(streamed, curve={"key_file": str(secret)})
+    keys = tmp_path / "keys"
+    keys.write_text(generate_key())
+    keys.chmod(0o600)
+    with pytest.raises(ConfigError, match="use_kv_cache_manager_v2"):
+        source_of(streamed, manager_v2=False, events={"key_file": str(keys)})
+
+
+def test_a_source_with_a_key_tells_names(make_blocks: MakeBlocks, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(generate_key())
+    keys.chmod(0o600)
+    source = source_of({"kv_events_config": STREAMED}, events={"key_file": str(keys)})
+    assert isinstance(source, StreamSource)
+    sink = source.sink
+    assert isinstance(sink, StreamSink)
+    sink.on_stored(0, make_blocks([1]))
+    [event] = sink.take()
+    assert isinstance(event, KeyedBlocksStored)
+
+
+@pytest.mark.parametrize(
+    ("enabled", "publisher", "streams"), [(False, None, False), (False, "zmq", False), (True, None, True)]
+)
+def test_an_explicit_publisher_does_not_turn_events_on(enabled: bool, publisher: str | None, streams: bool) -> None:
+    """§2c: events disabled with publisher zmq keep the value and publish nothing."""
+    config = {"enable_kv_cache_events": enabled, "publisher": publisher} | LOOPBACK
+    source = source_of({"kv_events_config": config})
+    assert isinstance(source, StreamSource) is streams
+    source.start()
+    assert (source.endpoint is not None) is streams
+    source.shutdown()
+
+
+def test_every_field_reaches_the_publisher(make_blocks: MakeBlocks) -> None:
+    """§2c, field by field: endpoint, replay_endpoint, buffer_steps, topic, the rank in the batch, the dialect."""
+    config = {"enable_kv_cache_events": True, "topic": "t", "buffer_steps": 1, "hwm": 5, "max_queue_size": 3} | LOOPBACK
+    source = source_of(
+        {"kv_events_config": config}, rank=1, world_size=2, events={"event_encoding": "array", "hash_sign": "signed"}
+    )
+    assert isinstance(source, StreamSource)
+    source.start()
+    try:
+        assert source.endpoint is not None
+        assert source.replay_endpoint is not None
+        for number in (1, 2**64 - 1):
+            source.sink.on_stored(0, make_blocks([number], [[7]]))
+            source.flush()
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.linger, socket.rcvtimeo = 0, 5000
+            socket.connect(source.replay_endpoint)
+            frames: list[bytes] = []
+            while not frames or frames[2] != (1).to_bytes(8, "big"):  # the last step, once it has been sent
+                socket.send_multipart([b"", bytes(8)])
+                frames = socket.recv_multipart()
+                end = frames if not frames[3] else socket.recv_multipart()
+                assert end == [b"", b"", b"\xff" * 8, b""], "one step is kept"
+    finally:
+        source.shutdown()
+    assert frames[1] == b"t"
+    _, [event], rank = msgspec.msgpack.decode(frames[3])
+    assert rank == 1
+    assert event[:6] == ["BlockStored", [-1], None, [7], 1, None]
+
+
+def test_the_topic_of_style_kv_names_address_and_model() -> None:
+    """decisions.md 6: only with topic_style kv, and the configured topic always wins."""
+    for topic, style, expected in (("", "kv", "kv@127.0.0.1:{port}@m"), ("x", "kv", "x"), ("", "plain", "")):
+        config = {"enable_kv_cache_events": True, "topic": topic} | LOOPBACK
+        source = source_of({"kv_events_config": config}, events={"topic_style": style})
+        assert isinstance(source, StreamSource)
+        source.start()
+        try:
+            assert source.endpoint is not None
+            publisher = source._publisher
+            assert isinstance(publisher, ZmqPublisher)
+            assert publisher.topic == expected.format(port=source.endpoint.rpartition(":")[2])
+        finally:
+            source.shutdown()
