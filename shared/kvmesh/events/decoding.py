@@ -1,16 +1,25 @@
-"""From the payload of a message to records: any envelope, any dialect; a bad event never takes its batch with it."""
+"""From the payload of a message to records: any envelope, any dialect; a bad event never takes its batch with it.
+
+Events as most engines write them are read natively, straight into records. The others go through the dialects.
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from kvmesh.events.dialects import RejectedError, decode_event
+from kvmesh.events.dialects import RejectedError, decode_event, normalise, positional, tagged_map
 from kvmesh.events.keyed import KeyRing
-from kvmesh.events.records import EventRecord, RecordBatch
+from kvmesh.events.records import EventRecord, RecordBatch, Removed, Stored
+from kvmesh.kernels import _native
 
-__all__ = ["SAMPLE_BYTES", "BatchError", "decode_batch", "rank_of"]
+__all__ = ["SAMPLE_BYTES", "BatchError", "decode_batch", "decode_by_dialects", "rank_of"]
+
+_PLAIN = (Stored, Removed, dict(normalise.TIERS), partial(np.frombuffer, dtype="<i4"))
+"""What the native reader makes records with."""
 
 SAMPLE_BYTES = 32
 """Kept of an event that cannot be used: enough to know its layout by, and mostly ahead of the tokens."""
@@ -52,13 +61,42 @@ def decode_batch(payload: bytes, keys: KeyRing | None = None) -> RecordBatch:
     Raises:
         BatchError: the envelope itself is unreadable.
     """
-    ts, events, rank = _open(payload)
-    records: list[EventRecord] = []
+    read = _native.read_events(payload, _PLAIN)
+    if read is None:
+        return decode_by_dialects(payload, keys)
+    ts, rank, items, maps, arrays = read
     dialects: dict[str, int] = {}
+    if maps:
+        dialects[tagged_map.NAME] = maps
+    if arrays:
+        dialects[positional.NAME] = arrays
+    if maps + arrays == len(items):
+        return RecordBatch(ts=ts, rank=rank, records=items, dialects=dialects, rejected={}, samples={})
+    return _collect(ts, rank, items, dialects, keys)
+
+
+def decode_by_dialects(payload: bytes, keys: KeyRing | None = None) -> RecordBatch:
+    """As :func:`decode_batch`, every event by the module of its dialect: what the native reader must agree with.
+
+    Raises:
+        BatchError: the envelope itself is unreadable.
+    """
+    ts, events, rank = _open(payload)
+    return _collect(ts, rank, events, {}, keys)
+
+
+def _collect(
+    ts: float, rank: int | None, items: list[Any], dialects: dict[str, int], keys: KeyRing | None
+) -> RecordBatch:
+    """Records of items that are records already, or an event's bytes."""
+    records: list[EventRecord] = []
     rejected: dict[str, int] = {}
     samples: dict[str, bytes] = {}
-    for event in events:
-        view = memoryview(event)
+    for item in items:
+        if isinstance(item, EventRecord):
+            records.append(item)
+            continue
+        view = memoryview(item)
         try:
             dialect, record = decode_event(view, keys)
         except RejectedError as error:

@@ -9,7 +9,7 @@ from kvmesh.events.dialects.identity import BlockContent, identity_of
 from kvmesh.events.dialects.tokens import WireTokens
 from kvmesh.events.records import Removed, Stored, Tier
 
-__all__ = ["WireHash", "block_hashes", "local_only", "removed", "stored", "tier_of"]
+__all__ = ["TIERS", "WireHash", "block_hashes", "local_only", "removed", "stored", "tier_of"]
 
 WireHash = int | bytes
 """A signed or unsigned 64-bit number, or a digest."""
@@ -17,7 +17,7 @@ WireHash = int | bytes
 _MASK = 2**64 - 1
 _MASK_BYTES = 8
 
-_TIERS: Mapping[str | None, Tier] = {
+TIERS: Mapping[str | None, Tier] = {
     None: Tier.DEVICE,
     "GPU": Tier.DEVICE,
     "CPU": Tier.HOST,
@@ -30,6 +30,7 @@ _TIERS: Mapping[str | None, Tier] = {
     "FS": Tier.DISK,
     "OBJ": Tier.DISK,
 }
+"""Media, in upper case."""
 
 
 def tier_of(medium: str | None) -> Tier:
@@ -38,7 +39,7 @@ def tier_of(medium: str | None) -> Tier:
     Raises:
         RejectedError: an unknown medium; taking it for the device would promise what nobody may hold.
     """
-    tier = _TIERS.get(medium if medium is None else medium.upper())
+    tier = TIERS.get(medium if medium is None else medium.upper())
     if tier is None:
         raise RejectedError("unknown_medium")
     return tier
