@@ -118,11 +118,12 @@ class OrderedStream:
     async def check(self) -> None:
         """Do what is due."""
         now_s = self._clock.monotonic_s()
-        if self._confirm_at_s is not None and now_s >= self._confirm_at_s:
+        if self._incomplete and self.connected and now_s >= self._no_replay_before_s:
+            self._confirm_at_s = None
+            await self._catch_up(anew=True)
+        elif self._confirm_at_s is not None and now_s >= self._confirm_at_s:
             self._confirm_at_s = None
             await self._catch_up()
-        if self._incomplete and self.connected and now_s >= self._no_replay_before_s:
-            await self._catch_up(anew=True)
 
     async def opened(self, discard: Callable[[], int]) -> None:
         """A connection stands, the first or another one.
@@ -206,7 +207,9 @@ class OrderedStream:
                             continue
                         if message.sequence == start:
                             self._restarted("another life of the publisher has taken its numbers")
-                            break
+                        else:
+                            self._lost_batches(message.sequence, "nor can the publisher prove that it is the same")
+                        break
                     if not rebuilding and self._tracker.judge(message.sequence) is Arrival.GAP:
                         self._lost_batches(message.sequence)
                         break
@@ -270,8 +273,8 @@ class OrderedStream:
             return self._last.digest == payload_digest(payload)
         return self._last == payload
 
-    def _lost_batches(self, sequence: int) -> None:
-        self._reset(f"{sequence - self._tracker.applied - 1} batches are missing and cannot be replayed")
+    def _lost_batches(self, sequence: int, besides: str = "and cannot be replayed") -> None:
+        self._reset(f"{sequence - self._tracker.applied - 1} batches are missing, {besides}")
 
     def _restarted(self, reason: str) -> None:
         self.statistics.restarts_total += 1

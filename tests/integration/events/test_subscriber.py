@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import anyio
 import pytest
+from shifted_clock import ShiftedClock
+
+from kvmesh.events.ordered import REPLAY_COOLDOWN_S
+from kvmesh.events.quarantine import LOG_INTERVAL_S
+from kvmesh.events.watermark import Watermark, payload_digest
 
 CLEARED = {"type": "AllBlocksCleared"}
 
@@ -198,3 +204,130 @@ async def test_a_lost_connection_without_replay_starts_anew(
         again = wire_publisher(publisher.endpoint, publisher.replay_endpoint)
         await again.subscribed()
         await following.until("Connected", 0, "Disconnected", "Reset", "Connected")
+
+
+async def test_asked_to_it_reads_everything_anew(publisher: Any, follow: Any, batch: Any) -> None:
+    async with follow(publisher) as following:
+        await following.until("Connected")
+        for number in range(3):
+            publisher.publish(number, batch(number))
+        await following.until("Connected", 0, 1, 2)
+        following.subscriber.resync("digests differ")
+        await following.until("Connected", 0, 1, 2, "Reset", 0, 1, 2)
+        assert following.items[4].reason == "digests differ"
+        publisher.publish(3, batch(3))
+        await following.until("Connected", 0, 1, 2, "Reset", 0, 1, 2, 3)
+
+
+async def test_a_failed_replay_is_tried_again_after_its_cooldown_and_nothing_is_dropped_before_it_answers(
+    publisher: Any, follow: Any, batch: Any
+) -> None:
+    """§2.2: 30 s after a failure, and only then. The history that was missed is fetched although no gap shows it."""
+    clock = ShiftedClock()
+    publisher.kept = {number: batch(number) for number in range(4)}
+    publisher.silent = True
+    async with follow(publisher, replay_silence_s=0.05, clock=clock) as following:
+        await following.until("Connected")
+        publisher.publish(4, batch(4))
+        await following.until("Connected", 4)
+        clock.passed_s = REPLAY_COOLDOWN_S + 1
+        publisher.publish(5, batch(5))
+        await following.until("Connected", 4, 5)
+        with anyio.fail_after(5):
+            while following.subscriber.statistics.replay_failures_total < 2:  # noqa: ASYNC110 - what is waited for has no event
+                await anyio.sleep(0.002)
+        publisher.silent = False
+        clock.passed_s += REPLAY_COOLDOWN_S + 1
+        publisher.publish(6, batch(6))
+        await following.until("Connected", 4, 5, 6)  # twice the time after the second failure in a row
+        clock.passed_s += REPLAY_COOLDOWN_S
+        publisher.publish(7, batch(7))
+        await following.until("Connected", 4, 5, 6, 7, "Reset", *range(8))
+        assert publisher.requests == [0, 0, 0]
+
+
+async def test_history_that_begins_no_earlier_is_not_read_again(publisher: Any, follow: Any, batch: Any) -> None:
+    clock = ShiftedClock()
+    publisher.silent = True
+    async with follow(publisher, replay_silence_s=0.05, clock=clock) as following:
+        await following.until("Connected")
+        publisher.publish(3, batch(3))
+        await following.until("Connected", 3)
+        publisher.silent = False
+        clock.passed_s = REPLAY_COOLDOWN_S + 1
+        publisher.publish(4, batch(4))
+        with anyio.fail_after(5):
+            while len(publisher.requests) < 2:  # noqa: ASYNC110 - what is waited for has no event
+                await anyio.sleep(0.002)
+        publisher.publish(5, batch(5))
+        await following.until("Connected", 3, 4, 5)
+
+
+@pytest.mark.parametrize("missed", [0, 2])
+async def test_a_warm_start_goes_on_from_the_watermark(publisher: Any, follow: Any, batch: Any, missed: int) -> None:
+    async with follow(publisher) as following:
+        await following.until("Connected")
+        for number in range(3):
+            publisher.publish(number, batch(number))
+        await following.until("Connected", 0, 1, 2)
+        mark = following.subscriber.watermark
+    publisher.kept |= {number: batch(number) for number in range(3, 3 + missed)}
+    resumed = Watermark.decode(mark.encode())
+    async with follow(publisher, resume_from=resumed) as following:
+        assert following.subscriber.applied == 2
+        await following.until(*range(3, 3 + missed), "Connected")
+        assert following.subscriber.statistics.resets_total == 0
+        assert following.subscriber.watermark.sequence == 2 + missed
+
+
+@pytest.mark.parametrize("kept", ["another life", "later ones only", "nothing", "less"])
+async def test_a_warm_start_that_the_publisher_cannot_prove_begins_with_a_reset(
+    publisher: Any, follow: Any, batch: Any, kept: str
+) -> None:
+    numbers = {"another life": range(5), "later ones only": range(4, 6), "nothing": range(0), "less": range(2)}[kept]
+    publisher.kept = {number: batch(number, life=1) for number in numbers}
+    async with follow(publisher, resume_from=Watermark(3, payload_digest(batch(3)))) as following:
+        await following.until("Reset", *numbers, "Connected")
+
+
+async def test_a_warm_start_without_a_replay_service_begins_with_a_reset(
+    publisher: Any, follow: Any, batch: Any
+) -> None:
+    async with follow(publisher, replay=False, resume_from=Watermark(3, payload_digest(batch(3)))) as following:
+        await following.until("Reset", "Connected")
+
+
+@pytest.mark.parametrize("data", [b"", b"x" * 23, b"x" * 25])
+def test_a_watermark_of_another_length_is_none(data: bytes) -> None:
+    with pytest.raises(ValueError, match="24 bytes"):
+        Watermark.decode(data)
+
+
+async def test_events_are_counted_by_how_they_are_written(publisher: Any, follow: Any, event_payload: Any) -> None:
+    array, stored = ["AllBlocksCleared"], ["BlockStored", [1], None, [1], 1, None, "GPU", {"cache_salt": "s"}]
+    async with follow(publisher) as following:
+        await following.until("Connected")
+        publisher.publish(0, event_payload(CLEARED, array, stored, {"event_type": "cleared"}))
+        publisher.publish(1, event_payload(array))
+        await following.until("Connected", 0, 1)
+        assert following.subscriber.dialects == {"map": 1, "array": 2, "sglang": 1, "mooncake": 1}
+
+
+async def test_events_left_out_are_shown_in_the_log_now_and_then(
+    publisher: Any, follow: Any, event_payload: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first of each reason with its first bytes, then at most one line in ten seconds."""
+    clock = ShiftedClock()
+    async with follow(publisher, clock=clock) as following:
+        await following.until("Connected")
+        for number in range(5):
+            publisher.publish(number, event_payload({"type": "?"}, ["BlockRemoved", [1], "MOON"]))
+        await following.until("Connected", *range(5))
+        lines = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
+        assert len(lines) == 2
+        assert "81 a4 74 79 70 65 a1 3f" in lines[0]
+        clock.passed_s = LOG_INTERVAL_S + 1
+        publisher.publish(5, event_payload({"type": "?"}))
+        await following.until("Connected", *range(6))
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
+        assert "so_far=6" in line or '"so_far": 6' in line
