@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
 import anyio
+import msgspec
 from aiohttp import web
 from anyio.abc import TaskGroup
 
 from kvmesh.coordinator.cluster import WORKERS_PREFIX, MinimalInstances, cluster_info
+from kvmesh.coordinator.discovery import Finder
+from kvmesh.coordinator.discovery.source import Source
 from kvmesh.coordinator.etcd import EtcdClient
 from kvmesh.coordinator.ledger import TransferLedger
 from kvmesh.coordinator.ledger_faces import LedgerFaces
@@ -20,8 +23,9 @@ from kvmesh.coordinator.state import CoordinatorState
 from kvmesh.coordinator.storage import MemoryStore
 from kvmesh.coordinator.storage_faces import StorageFaces
 from kvmesh.coordinator.succession import Standing, Succession
+from kvmesh.net.auth import ApiKeys, KeyMetrics
 from kvmesh.net.clock import Clock
-from kvmesh.net.http import OPEN_PATHS, Handler, json_response, read_json
+from kvmesh.net.http import OPEN_PATHS, Handler, api_key_middleware, json_response, read_json
 from kvmesh.net.service import Health, Service
 from kvmesh.net.tls import Tls
 from kvmesh.protocol.errors import ApiError, bad_request, unavailable
@@ -63,7 +67,9 @@ class CoordinatorService(Service):
         cluster: namespace of the keys in etcd.
         etcd_lease_s: seconds after which another coordinator at the same etcd takes over from a silent one.
         advertise_url: where others send members to while this one leads; None: where it serves.
-        tls: certificates of its HTTP face.
+        tls: certificates of its HTTP face, and what servers that it finds are asked with.
+        keys: the API keys of this mesh; they guard its HTTP face, and servers that it finds are given one.
+        sources: where it looks for servers that do not register themselves.
     """
 
     def __init__(
@@ -80,8 +86,12 @@ class CoordinatorService(Service):
         etcd_lease_s: float = 5.0,
         advertise_url: str | None = None,
         tls: Tls | None = None,
+        keys: ApiKeys | None = None,
+        sources: Sequence[Source] = (),
     ) -> None:
-        super().__init__("coordinator", middleware=[self._only_leading], drain_s=drain_s, tls=tls)
+        keys = keys or ApiKeys()
+        guards = [api_key_middleware(keys), self._only_leading]
+        super().__init__("coordinator", middleware=guards, drain_s=drain_s, tls=tls)
         self._clock = clock
         self._registry = registry
         self._ledger = ledger
@@ -97,6 +107,11 @@ class CoordinatorService(Service):
             self._succession = Succession(
                 etcd, clock, state, cluster=cluster, ttl_s=etcd_lease_s, on_deposed=self._wake
             )
+        self._finder = (
+            Finder(registry, sources, clock, tls=tls, keys=keys, admits=self._is_active, buries=self._leads)
+            if sources
+            else None
+        )
         registry.on_event = self._heard
         self.app.router.add_post("/members", self._register)
         self.app.router.add_get("/members", self._members)
@@ -105,17 +120,21 @@ class CoordinatorService(Service):
         self.app.router.add_post("/members/{instance_id}/met", self._met)
         self.app.router.add_delete("/members/{instance_id}", self._deregister)
         self.app.router.add_get("/cluster_info", self._cluster_info)
+        self.app.router.add_get("/discovery", self._discovery)
         LedgerFaces(ledger, stored=self._stored).add_routes(self.app.router)
         StorageFaces(store, active=self._is_active, check=self._check_storing, stored=self._confirmed).add_routes(
             self.app.router
         )
         self.metrics.collect_statistics("kvmesh_coordinator", self.statistics)
+        self.metrics.collect(KeyMetrics(keys))
 
     async def start(self, tasks: TaskGroup, url: str) -> None:
         """Take over what is stored, and begin to sweep."""
         if self._succession is not None:
             await self._succession.begin(tasks, self._advertise_url or url)
         tasks.start_soon(self._sweep_forever)
+        if self._finder is not None:
+            tasks.start_soon(self._finder.run)
 
     async def stop(self) -> None:
         """Let another coordinator lead."""
@@ -137,8 +156,10 @@ class CoordinatorService(Service):
     def statistics(self) -> dict[str, float]:
         """Members, watchers, transfers and stored keys."""
         ledger: Mapping[str, float] = self._ledger.statistics()._asdict()
+        found = {} if self._finder is None else self._finder.statistics()
         return {
             **self._registry.statistics(),
+            **{f"discovery_{name}": value for name, value in found.items()},
             **{f"ledger_{name}": value for name, value in ledger.items()},
             **{f"storage_{name}": value for name, value in self._store.statistics().items()},
             "watchers": self._watchers,
@@ -196,7 +217,7 @@ class CoordinatorService(Service):
             raise _not_stored("it is not known whether the change was stored")
 
     async def _register(self, request: web.Request) -> web.Response:
-        member = (await read_json(request, Registration)).member
+        member = msgspec.structs.replace((await read_json(request, Registration)).member, source="")
         if not member.instance_id or "/" in member.instance_id:
             raise bad_request("instance_id must be a non-empty string without '/'.", param="member.instance_id")
         if not _is_http(member.url):
@@ -246,6 +267,9 @@ class CoordinatorService(Service):
 
     async def _members(self, _request: web.Request) -> web.Response:
         return json_response(self._registry.members())
+
+    async def _discovery(self, _request: web.Request) -> web.Response:
+        return json_response({"places": [] if self._finder is None else self._finder.places()})
 
     async def _watch(self, request: web.Request) -> web.Response:
         incarnation = request.query.get("incarnation", "")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 
-from kvmesh.config import CoordinatorSettings, NotSupportedYetError
+from kvmesh.config import CoordinatorSettings
 from kvmesh.coordinator.app import CoordinatorService
+from kvmesh.coordinator.discovery import make_sources
 from kvmesh.coordinator.etcd import EtcdClient
 from kvmesh.coordinator.ledger import TransferLedger
 from kvmesh.coordinator.registry import MemberRegistry
 from kvmesh.coordinator.storage import MemoryStore
+from kvmesh.net.auth import ApiKeys
 from kvmesh.net.clock import Clock, SystemClock
 from kvmesh.net.service import run_service
 from kvmesh.net.tls import Tls
@@ -23,13 +25,8 @@ def build(settings: CoordinatorSettings, clock: Clock | None = None) -> Coordina
     """A coordinator that has not started: its memory is empty.
 
     Raises:
-        NotSupportedYetError: the settings ask for API keys, which members could not present.
-        TlsError: the certificates cannot be used.
+        ConfigError: the certificates or the API keys cannot be used, or a source of servers cannot work here.
     """
-    if settings.api_keys_file is not None:
-        raise NotSupportedYetError(
-            "not supported yet: api_keys_file of the coordinator; bind it to loopback or a trusted network"
-        )
     clock = clock or SystemClock()
     tls = Tls(settings.tls)
     registry = MemberRegistry(
@@ -47,6 +44,8 @@ def build(settings: CoordinatorSettings, clock: Clock | None = None) -> Coordina
         etcd_lease_s=settings.etcd_lease_s,
         advertise_url=settings.advertise_url,
         tls=tls,
+        keys=ApiKeys(settings.api_keys_file),
+        sources=make_sources(settings.discovery, scheme=settings.tls.scheme, clock=clock),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
+from urllib.parse import urljoin
 
 import aiohttp
 import msgspec
@@ -20,6 +21,11 @@ T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 2.0
 """Services of a mesh are a LAN hop apart; a peer that does not accept within this is treated as down."""
+
+_REDIRECTS = frozenset({307, 308})
+"""What a coordinator that does not lead answers: the same request, elsewhere."""
+
+MAX_REDIRECTS = 4
 
 _NO_OPTIONS: Mapping[str, Any] = {}
 
@@ -134,15 +140,23 @@ class HttpClient:
         timeout = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         data = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
         sent = {"Content-Type": "application/json", **(headers or {})} if data is not None else headers
+        if self._keys is not None and (key := self._keys.own) is not None:
+            sent = {**(sent or {}), "Authorization": f"Bearer {key}"}
+        options = self._tls.for_request() if self._tls is not None else _NO_OPTIONS
+        for _ in range(MAX_REDIRECTS + 1):
+            try:
+                # Followed here: the library would not take credentials along to another coordinator.
+                response = await self._session.request(
+                    method, url, data=data, headers=sent, timeout=timeout, allow_redirects=False, **options
+                )
+            except (TimeoutError, aiohttp.ClientError) as error:
+                raise PeerUnreachableError(f"cannot reach {url}: {_reason(error, url)}") from error
+            if response.status not in _REDIRECTS:
+                break
+            response.release()
+            url = urljoin(url, response.headers.get("Location", ""))
         try:
-            if self._keys is not None and (key := self._keys.own) is not None:
-                sent = {**(sent or {}), "Authorization": f"Bearer {key}"}
-            options = self._tls.for_request() if self._tls is not None else _NO_OPTIONS
-            response = await self._session.request(method, url, data=data, headers=sent, timeout=timeout, **options)
-        except (TimeoutError, aiohttp.ClientError) as error:
-            raise PeerUnreachableError(f"cannot reach {url}: {_reason(error, url)}") from error
-        try:
-            if response.status >= 400:
+            if response.status >= 300:
                 raise await _api_error(response)
             yield response
         finally:

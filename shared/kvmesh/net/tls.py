@@ -124,6 +124,8 @@ class Tls:
 
     def _refresh(self) -> None:
         """Take in files that have changed. While they cannot be used, the last good ones stay."""
+        if not self._seen:
+            return  # no files
         now_s = self._clock.monotonic_s()
         if now_s < self._next_look_s:
             return

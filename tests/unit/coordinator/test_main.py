@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.config import CoordinatorSettings, NotSupportedYetError
+from kvmesh.config import ConfigError, CoordinatorSettings
 from kvmesh.coordinator.main import build
 from kvmesh.net.clock import ManualClock
 
@@ -19,9 +19,9 @@ def test_each_life_has_a_name_of_its_own():
     assert len(incarnations) == 3
 
 
-def test_what_is_not_built_is_refused():
-    with pytest.raises(NotSupportedYetError, match="not supported yet"):
-        build(CoordinatorSettings(api_keys_file="keys"))
+def test_keys_that_cannot_be_read_are_refused():
+    with pytest.raises(ConfigError, match="cannot be read"):
+        build(CoordinatorSettings(api_keys_file="/nowhere/keys"))
 
 
 def test_a_coordinator_with_etcd_is_built_outside_of_any_loop():
