@@ -16,6 +16,7 @@ from kvmesh.engine.pages import SequencePages
 from kvmesh.engine.transfer_pools import transfer_pools
 from kvmesh.engine.transfers import TransferDesk
 from kvmesh.engine.waiting import LoopWaiter
+from kvmesh.net.address import specific_host
 from kvmesh.net.clock import Clock
 from kvmesh.transceiver import Transceiver, create_transceiver
 
@@ -57,7 +58,7 @@ def start_transceiver(
         instance_id=settings.instance_id or f"engine-{os.getpid()}",
         epoch=epoch,
         cluster_secret=(settings.cluster_secret or "").encode(),
-        bind_host=settings.transfer_bind_host,
+        bind_host=specific_host(settings.transfer_bind_host),
         plane=settings.transfer_plane,
         checksums=settings.transfer_checksums,
         digest=digest,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-__all__ = ["listen", "reachable_endpoint", "reachable_host"]
+__all__ = ["listen", "reachable_endpoint", "reachable_host", "specific_host"]
 
 _WILDCARDS = frozenset({"*", "0.0.0.0", "::", "[::]"})  # noqa: S104  compared with, not bound
 
@@ -27,6 +27,11 @@ def reachable_host(host: str) -> str:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
         return "127.0.0.1"  # a machine that does not know its own name is alone
+
+
+def specific_host(host: str) -> str:
+    """The address to bind where peers are told the one that is bound: this machine's own for a wildcard."""
+    return reachable_host(host) if host in _WILDCARDS else host
 
 
 def reachable_endpoint(asked: str, bound: str) -> str:

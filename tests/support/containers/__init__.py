@@ -1,0 +1,1 @@
+"""A Docker engine, images and a Compose project for the deployment tests."""

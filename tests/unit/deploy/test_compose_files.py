@@ -1,0 +1,213 @@
+"""The compose file and the Dockerfile, as far as they can be judged without a Docker engine."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from containers.engine import CACHE, REPOSITORY
+
+from kvmesh.config import (
+    CoordinatorSettings,
+    IndexerSettings,
+    RouterSettings,
+    WorkerSettings,
+    load_settings,
+)
+from kvmesh.config.startup import refuse_unsupported
+
+COMPOSE = REPOSITORY / "compose"
+SETTINGS = {
+    "router": RouterSettings,
+    "context": WorkerSettings,
+    "generation": WorkerSettings,
+    "indexer": IndexerSettings,
+    "coordinator": CoordinatorSettings,
+}
+OF_THE_IMAGE = {"KVMESH_HOST": "0.0.0.0", "KVMESH_LOG_FORMAT": "json"}
+VARIABLE = re.compile(r"\$\{([A-Z_0-9]+)(?:(:?[-+?])((?:[^{}])*))?\}")
+
+
+def interpolated(text: str, env: Mapping[str, str] | None = None) -> str:
+    """What Compose makes of ``${NAME:-default}`` and its relatives."""
+    values = dict(env or {})
+
+    def value(match: re.Match[str]) -> str:
+        name, operator, other = match.groups()
+        found = values.get(name)
+        missing = found is None or (found == "" and (operator or "").startswith(":"))
+        if (operator or "").endswith("-") and missing:
+            return other
+        if (operator or "").endswith("+"):
+            return "" if missing else other
+        return found or ""
+
+    return VARIABLE.sub(value, text)
+
+
+def services(env: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = yaml.safe_load(interpolated((COMPOSE / "compose.yaml").read_text(), env))[
+        "services"
+    ]
+    return found
+
+
+def core(env: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
+    """Services that run without a profile."""
+    return {name: service for name, service in services(env).items() if "profiles" not in service}
+
+
+@pytest.mark.parametrize("switch", ["", "1"], ids=["plain", "encrypted"])
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+def test_the_environment_of_a_service_is_its_settings(name: str, switch: str, tmp_path: Path) -> None:
+    """Each variable is a setting of the service, and all together are ones that it takes."""
+    env = {key: str(value or "") for key, value in core({"KVMESH_ENCRYPTED": switch})[name]["environment"].items()}
+    fields = SETTINGS[name].model_fields
+    for variable in env:
+        assert variable.startswith("KVMESH_")
+        assert variable.removeprefix("KVMESH_").lower().split("__")[0] in fields, variable
+    if "KVMESH_CLUSTER_SECRET_FILE" in env:
+        (tmp_path / "secret").write_text("s")
+        env["KVMESH_CLUSTER_SECRET_FILE"] = str(tmp_path / "secret")
+    settings = load_settings(SETTINGS[name], env={**OF_THE_IMAGE, **env})
+    refuse_unsupported(settings)
+    assert settings.host == "0.0.0.0"
+    assert settings.tls.serves == bool(switch)
+    urls = [value for key, value in env.items() if key.endswith(("_URL", "_ENDPOINTS")) and value]
+    assert urls
+    assert {url.startswith("https://") for url in urls} == {bool(switch)}
+    if name != "coordinator":
+        assert (settings.curve.key_file is not None) == bool(switch)
+
+
+def test_everything_is_locked() -> None:
+    for name, service in services().items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert not {"privileged", "cap_add", "devices"} & service.keys(), name
+        assert service.get("network_mode") in (None, "none"), name
+
+
+def test_ports_are_published_on_loopback_only() -> None:
+    ports = {name: service["ports"] for name, service in services().items() if "ports" in service}
+    assert set(ports) >= {"router", "coordinator", "indexer"}
+    assert all(str(port).startswith("127.0.0.1:") for published in ports.values() for port in published)
+
+
+def test_what_runs_has_a_health_check_and_time_to_drain() -> None:
+    for name, service in core().items():
+        if service["restart"] == "no":
+            assert service["healthcheck"] == {"disable": True}, name
+            continue
+        # There may be no shell; without any check Compose does not wait for a service.
+        assert service["healthcheck"]["test"][0] == "CMD", name
+        drain_s = float((service.get("environment") or {}).get("KVMESH_DRAIN_S", 10))
+        assert float(service["stop_grace_period"].removesuffix("s")) > drain_s, name
+
+
+def test_who_waits_for_whom() -> None:
+    needs = {name: set(service.get("depends_on", {})) for name, service in core().items()}
+    assert needs["router"] >= {"coordinator", "indexer", "context", "generation", "model"}
+    assert needs["context"] == needs["generation"] >= {"coordinator", "memory", "model", "secrets"}
+    assert all(needed in needs for wanted in needs.values() for needed in wanted)
+
+
+def test_the_example_names_every_variable_with_its_default() -> None:
+    """Also what has no default is named, so that people find it."""
+    used: dict[str, str] = {}
+    for name, operator, default in VARIABLE.findall((COMPOSE / "compose.yaml").read_text()):
+        if operator.endswith("-"):
+            used[name] = default
+        else:
+            used.setdefault(name, "")
+    example = dict(re.findall(r"^#?([A-Z_0-9]+)=(.*)$", (COMPOSE / "example.env").read_text(), re.MULTILINE))
+    assert example == used
+
+
+def test_no_secret_is_a_variable() -> None:
+    """Files only: an environment is seen by `docker inspect`."""
+    variables = {variable for service in services().values() for variable in service.get("environment") or {}}
+    assert [name for name in variables if re.search("SECRET|KEY|PASSWORD|TOKEN$", name) and "_FILE" not in name] == []
+
+
+@pytest.mark.skipif(shutil.which("docker") is None, reason="there is no docker command")
+@pytest.mark.parametrize("profiles", [(), ("--profile", "*")])
+def test_compose_takes_it(profiles: tuple[str, ...]) -> None:
+    """As Compose itself reads it; no engine is needed."""
+    fetched = CACHE / "docker-config"
+    env = {**os.environ, **({"DOCKER_CONFIG": str(fetched)} if fetched.exists() else {})}
+    version = subprocess.run(
+        ["docker", "compose", "version"], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    if version.returncode != 0:
+        pytest.skip("docker has no compose plugin (`make deploy-test` fetches one)")
+    command = ["docker", "compose", "--file", str(COMPOSE / "compose.yaml"), *profiles, "config", "--quiet"]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+# ---- the Dockerfile
+
+
+def instructions() -> list[str]:
+    """The Dockerfile's instructions, each in one line, without comments."""
+    text = re.sub(r"^\s*#.*\n", "", (COMPOSE / "Dockerfile").read_text(), flags=re.MULTILINE)
+    return [line.strip() for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+def stages() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for line in instructions():
+        if line.startswith("FROM "):
+            found[line.split()[-1]] = current = [line]
+        elif found:
+            current.append(line)
+    return found
+
+
+def test_no_frontend_is_fetched() -> None:
+    """A `# syntax=` line would look for its frontend in a registry, also where the base image is a local one."""
+    assert "syntax=" not in (COMPOSE / "Dockerfile").read_text()
+
+
+@pytest.mark.parametrize("target", ["light", "engine"])
+def test_final_stages_only_copy(target: str) -> None:
+    """No build tool, and no secret of a build step, can be in what is only copied from the environment."""
+    base, *rest = stages()[target]
+    assert base.startswith("FROM runtime AS ")
+    assert rest == [f"COPY --from={target}-environment /opt/kvmesh /opt/kvmesh"]
+
+
+def test_the_run_time_is_not_root_and_not_a_shell() -> None:
+    runtime = stages()["runtime"]
+    assert "USER 10001:10001" in runtime
+    assert 'ENTRYPOINT ["kvmesh"]' in runtime
+    assert any(line.startswith("HEALTHCHECK ") and line.endswith('CMD ["kvmesh", "health"]') for line in runtime)
+    assert not [line for line in runtime if "apt-get" in line or "pip install" in line]
+
+
+def test_everything_is_pinned() -> None:
+    for line in instructions():
+        if "pip install" in line and "--no-index" not in line and "cuda-toolkit" not in line:
+            assert line.count("pip install") == line.count("-c constraints.txt"), line
+
+
+def test_what_is_copied_is_in_the_context() -> None:
+    ignored = (REPOSITORY / ".dockerignore").read_text().splitlines()
+    let_in = {line[1:] for line in ignored if line.startswith("!")}
+    copied = {
+        source
+        for line in instructions()
+        if line.startswith("COPY ") and "--from" not in line
+        for source in line.split()[1:-1]
+    }
+    assert copied == let_in
+    assert all((REPOSITORY / source).exists() for source in copied)
