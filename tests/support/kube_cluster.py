@@ -130,10 +130,18 @@ class Cluster:
         )
         self._wait("dockerd answers", lambda: self._docker_answers())
         self._remove_containers()
-        for archive in self.images:
-            self.docker("load", "--input", archive)
+        self._load_images()
         # The infrastructure container of a pod only has to stay.
         self.docker("build", "-t", PAUSE, "-", stdin=b'FROM kvmesh:light\nENTRYPOINT ["sleep", "infinity"]\n')
+
+    def _load_images(self) -> None:
+        """Those that are not in the engine's store from an earlier time."""
+        seen_file = self.state / "loaded.json"
+        stamps = {str(archive): archive.stat().st_mtime_ns for archive in self.images}
+        if not seen_file.exists() or json.loads(seen_file.read_text()) != stamps:
+            for archive in self.images:
+                self.docker("load", "--input", archive)
+            seen_file.write_text(json.dumps(stamps))
 
     def _docker_answers(self) -> bool:
         return bool(self.docker("version", "--format", "{{.Server.Version}}", check=False).strip())
@@ -222,10 +230,10 @@ class Cluster:
         self._wait("the node is ready", lambda: any(map(is_ready, self.get("nodes"))))
 
     def _run(self, name: str, *command: str | Path) -> None:
-        log = (self.run_dir / f"{name}.log").open("wb")
-        child = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent
-        )
+        with (self.run_dir / f"{name}.log").open("wb") as log:
+            child = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent
+            )
         self._children.append((name, child))
 
     def _wait(self, what: str, holds: Callable[[], bool], timeout_s: float = 120.0) -> None:

@@ -60,7 +60,7 @@ def create_key_pair(directory: Path, name: str = "kvmesh") -> tuple[Path, Path]:
 
 
 def read_key_pair(path: str | Path) -> CurveKeys:
-    """The pair in a ``*.key_secret`` file.
+    """The pair in a ``*.key_secret`` file; the public key may be left out, for it follows from the other.
 
     Raises:
         ConfigError: it cannot be read, others may read it, or it holds no pair; the message says what to do.
@@ -75,8 +75,9 @@ def read_key_pair(path: str | Path) -> CurveKeys:
     values = _read(path, "curve.key_file")
     if "secret-key" not in values:
         raise ConfigError(f"curve.key_file {path} holds no secret key; name the file that ends in {SECRET_SUFFIX}")
-    public, secret = _key(values, "public-key", path), _key(values, "secret-key", path)
-    if zmq.curve_public(secret) != public:
+    secret = _key(values, "secret-key", path)
+    public = zmq.curve_public(secret)
+    if "public-key" in values and _key(values, "public-key", path) != public:
         raise ConfigError(f"curve.key_file {path}: the public key is not that of the secret key; {_REMEDY}")
     return CurveKeys(public, secret)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import openai
 import pytest
-from helm_chart import CACHE, CHART, run_helm
+from helm_chart import CACHE, CHART, HelmError, run_helm
 from kube_cluster import BINARIES, PROGRAMS, Cluster, is_ready
 
 from kvmesh.models.store import DEFAULT_MODEL, fetch
@@ -28,7 +28,7 @@ BINARY_DIR = Path(os.environ.get("KVMESH_K8S_BIN", CACHE / "kubernetes"))
 IMAGES = Path(os.environ.get("KVMESH_IMAGES", CACHE / "images.tar"))
 NAMESPACE = "mesh"
 RELEASE = "r1"
-READY_S = 300.0
+READY_S = 400.0
 ANSWER = "The capital of France is Paris."
 SMALL = {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": "2Gi"}}
 
@@ -63,12 +63,21 @@ class Release(NamedTuple):
         """A client of the router; it does not try again by itself."""
         return openai.OpenAI(base_url=f"{self.address('router')}/v1", api_key="key-one", max_retries=0, timeout=170)
 
+    def condition(self) -> str:
+        """What there is to say when something does not work: pods, events, ends of logs."""
+        parts = [self.kubectl("get", "pods", "-o", "wide"), self.kubectl("get", "events", "--sort-by=.lastTimestamp")]
+        for pod in self.cluster.get("pods", "-n", NAMESPACE):
+            if not is_ready(pod):
+                log = self.kubectl("logs", "--all-containers", "--tail=15", pod["metadata"]["name"])
+                parts.append(f"{pod['metadata']['name']}:\n{log}")
+        return "\n".join(parts)
+
     def wait(self, what: str, holds: Callable[[], bool], timeout_s: float = READY_S) -> None:
         """Until something holds; what the pods say is told when it does not."""
         deadline_s = time.monotonic() + timeout_s
         while not holds():
             if time.monotonic() > deadline_s:
-                pytest.fail(f"not within {timeout_s} s: {what}\n{self.kubectl('get', 'pods', '-o', 'wide')}")
+                pytest.fail(f"not within {timeout_s} s: {what}\n{self.condition()}")
             time.sleep(0.5)
 
 
@@ -100,7 +109,10 @@ def release(cluster: Cluster) -> Release:
     values = cluster.run_dir / "values.json"
     values.write_text(json.dumps(values_of(models)))
     installed = Release(cluster, values)
-    installed.helm("install", RELEASE, CHART, "-f", values, "--wait", "--timeout", f"{READY_S:.0f}s")
+    try:
+        installed.helm("install", RELEASE, CHART, "-f", values, "--wait", "--timeout", f"{READY_S:.0f}s")
+    except HelmError as error:
+        pytest.fail(f"{error}\n{installed.condition()}")
     return installed
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
-from helm_chart import CASES, CHART, DEFAULT, EVERYTHING, LEAST, ROOT, SECRET, Chart, containers, render
+from helm_chart import CASES, CHART, DEFAULT, EVERYTHING, LEAST, ROOT, SECRET, TLS, Chart, containers, render
 
-from kvmesh.cli import chat, model, services
+from kvmesh.cli import chat, health, model, services
 from kvmesh.cli.flags import load_from_flags
 from kvmesh.config import CoordinatorSettings, IndexerSettings, RouterSettings, WorkerSettings
 from kvmesh.coordinator.main import build
@@ -82,7 +82,7 @@ def test_stateful_sets_name_their_headless_service(chart: Chart) -> None:
 
 def test_what_pods_refer_to_exists(chart: Chart) -> None:
     there = {(item["kind"], item["metadata"]["name"]): set(item.get("data", {})) for item in chart.objects}
-    outside = {("Secret", "mine")}
+    outside = {("Secret", name) for name in ("mine", "mesh-tls", "mesh-curve")}
     for _, _, spec in chart.pods():
         for kind, name, keys in references(spec):
             if (kind, name) not in outside:
@@ -110,6 +110,7 @@ def test_mounts_have_volumes_and_volumes_are_mounted(chart: Chart) -> None:
         if component == "etcd":
             volumes |= {claim["metadata"]["name"] for claim in claims(chart)}
         assert mounted == volumes, component
+        assert all(len(volume) == 2 for volume in spec.get("volumes", [])), "a name and one source each"
 
 
 def claims(chart: Chart) -> list[dict[str, Any]]:
@@ -123,7 +124,8 @@ def test_every_container_is_confined(chart: Chart) -> None:
         assert (pod["runAsNonRoot"], pod["runAsUser"]) == (True, 10001), component
         assert pod["seccompProfile"] == {"type": "RuntimeDefault"}
         assert spec["enableServiceLinks"] is False, "a Service named kvmesh would set KVMESH_PORT"
-        assert spec["automountServiceAccountToken"] is False
+        watches = component == "coordinator" and bool(chart.of_kind("Role"))
+        assert spec["automountServiceAccountToken"] is watches
         for container in containers(spec):
             own = container["securityContext"]
             assert own["allowPrivilegeEscalation"] is False
@@ -144,6 +146,9 @@ def test_api_keys_are_lines_of_a_file() -> None:
     secret = render(EVERYTHING, "helm4", *NEW).get("Secret", "api-keys")["data"]
     assert base64.b64decode(secret["api-keys"]) == b"key-one\nkey-two\n"
     assert base64.b64decode(secret["client-key"]) == b"key-one"
+    named = render(TLS, "helm4", *NEW).get("Secret", "api-keys")["data"]
+    assert base64.b64decode(named["api-keys"]) == b"team-a key-one\n", "a name and its key"
+    assert base64.b64decode(named["client-key"]) == b"key-one"
 
 
 def test_services_start_with_the_settings_that_the_chart_states(
@@ -229,7 +234,7 @@ def test_command_lines_are_those_of_the_command(chart: Chart) -> None:
             if "command" not in container:
                 command, *arguments = container["args"]
                 parser = argparse.ArgumentParser(exit_on_error=False)
-                module = {"model": model, "chat": chat}.get(command, services)
+                module = {"model": model, "chat": chat, "health": health}.get(command, services)
                 module.add_arguments(parser, command)
                 assert parser.parse_known_args(arguments)[1] == []
 
@@ -239,14 +244,21 @@ def test_probes_ask_for_paths_that_the_services_have(chart: Chart, tmp_path: Pat
         gets = {route.resource.canonical for route in service.app.router.routes() if route.resource is not None}
         container = chart.pod(component)["containers"][0]
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            if command := container[probe].get("exec"):
+                assert command["command"] == ["kvmesh", "health"]
+                continue
             assert container[probe]["httpGet"]["path"] in gets
             assert container[probe]["httpGet"]["port"] == "http"
+            assert container[probe]["httpGet"]["scheme"] == ("HTTPS" if "tls" in chart.settings(component) else "HTTP")
 
 
 def built(chart: Chart, folder: Path) -> Iterator[tuple[str, Service]]:
     for component, settings in started(chart, folder):
         kinds = {"router": RouterService, "indexer": IndexerService, "coordinator": build}
-        yield component, kinds.get(component, WorkerService)(settings)
+        # Without what only a pod has: mounted files, and an API server.
+        absent = ("tls", "curve", "discovery")
+        plain = {name: type(getattr(settings, name))() for name in absent if hasattr(settings, name)}
+        yield component, kinds.get(component, WorkerService)(settings.model_copy(update=plain))
 
 
 def test_probes_are_patient_at_first_and_later_soon(chart: Chart) -> None:
