@@ -33,7 +33,7 @@ NATIVE := $(shell find gpu_kernels -name '*.cpp' -o -name '*.cc' -o -name '*.c' 
 	-o -name '*.hpp' -o -name '*.cuh')
 INSTALLED_FROM := pyproject.toml constraints.txt hatch_build.py gpu_kernels/kvmesh/kernels/build.py $(NATIVE)
 
-.PHONY: help up down test soak-cache soak-modes soak-e2e fault-matrix cancel-storm lint bench peers clean venv check
+.PHONY: help up down test soak-cache soak-modes soak-e2e fault-matrix cancel-storm deploy-test lint bench peers clean venv check
 
 help: ## Show this help
 	@echo "Targets:"
@@ -76,6 +76,9 @@ cancel-storm: $(DEV) ## Cancel 2000 streams in mid-transfer, four times, over DE
 
 soak-e2e: $(DEV) ## Run the end-to-end tests with all their cases
 	@KVMESH_SOAK=1 $(BIN)/python -m pytest tests/e2e $(ARGS)
+
+deploy-test: $(DEV) ## Build the images and run the mesh in containers; needs root or a Docker engine
+	@KVMESH_DEPLOY=1 $(BIN)/python -m pytest -s tests/deploy $(ARGS)
 
 lint: $(DEV) ## Check style and types
 	@$(BIN)/ruff check .

@@ -8,13 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import openai
 import pytest
+from containers.asking import Ask, asking
 from containers.building import build_environment
 from containers.engine import REPOSITORY, Docker, UnavailableError, docker_engine
 from containers.project import Project
-
-from kvmesh.models.store import DEFAULT_MODEL
 
 BUILD_S = 1500.0
 SAFE_MARGIN = 1e-3
@@ -85,16 +83,7 @@ def golden() -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def ask(mesh: Project) -> Iterator[Callable[..., tuple[list[int], list[int]]]]:
-    """A greedy completion by the official client: token ids of prompt and answer."""
-    with openai.OpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
-
-        def ask(prompt: str | list[int], tokens: int = 64) -> tuple[list[int], list[int]]:
-            extra = {"ignore_eos": True, "return_token_ids": True}
-            answer = client.completions.create(
-                model=DEFAULT_MODEL, prompt=prompt, max_tokens=tokens, temperature=0, extra_body=extra
-            )
-            [choice] = answer.choices
-            return choice.prompt_token_ids, choice.token_ids  # type: ignore[attr-defined]
-
+def ask(mesh: Project) -> Iterator[Ask]:
+    """Asks by the official client."""
+    with asking(mesh) as ask:
         yield ask

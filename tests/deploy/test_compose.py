@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,14 +15,15 @@ import msgspec
 import openai
 import pytest
 import zmq
+from containers.asking import Ask, asking
 from containers.engine import Docker
 from containers.project import Project
-from meshes.process import until
+from meshes.process import request, until
+from zmq.utils.monitor import recv_monitor_message
 
 from kvmesh.models.store import DEFAULT_MODEL
 from kvmesh.protocol.events import BlockStored, EventBatch
 
-Ask = Callable[..., tuple[list[int], list[int]]]
 Tell = Callable[[str, float], None]
 Items = list[dict[str, Any]]
 
@@ -52,7 +55,7 @@ def test_everyone_is_there(mesh: Project) -> None:
 
 def test_the_answers_are_the_references(mesh: Project, ask: Ask, golden: Items) -> None:
     check_golden(ask, golden)
-    transfers = mesh.get(f"{mesh.coordinator_url}/transfers")
+    transfers = mesh.get("/transfers")
     assert transfers["counts"].get("completed", 0) >= len(golden)
 
 
@@ -175,13 +178,13 @@ def test_a_killed_server_under_load(mesh: Project, docker: Docker, ask: Ask, tol
     assert len(failed) - before <= 0, failed[before:]  # whoever asks once the death is known is served
     assert len(failed) <= 8, failed
     until(lambda: not open_transfers(mesh), "no transfer is open", 60)
-    assert mesh.get(f"{mesh.coordinator_url}/transfers?stuck=1")["transfers"] == []
+    assert mesh.get("/transfers?stuck=1")["transfers"] == []
     mesh.up("--no-recreate")
     wait_for_members(mesh, 2, 2)
 
 
 def open_transfers(mesh: Project) -> list[dict[str, Any]]:
-    answer: list[dict[str, Any]] = mesh.get(f"{mesh.coordinator_url}/transfers?open=1")["transfers"]
+    answer: list[dict[str, Any]] = mesh.get("/transfers?open=1")["transfers"]
     return answer
 
 
@@ -234,13 +237,36 @@ def test_keys_of_clients(mesh: Project, docker: Docker) -> None:
     mesh.up("--no-deps", "router")
 
 
-def test_tcp_where_servers_do_not_see_each_other(mesh: Project, ask: Ask, golden: Items) -> None:
-    """Each server in a process id namespace of its own: slower, the same answers, and the log says which way."""
-    mesh.up("context", "generation", KVMESH_SERVER_PID="")
+def test_encrypted(mesh: Project, tmp_path: Path, golden: Items, told: Tell) -> None:
+    """One switch: plain clients and those without a certificate are refused; the answers are the same.
+
+    Each server is in a process id namespace of its own, too, so that pages go by TCP, and the log says so.
+    """
+    begin_s = time.monotonic()
+    mesh.env |= {"KVMESH_ENCRYPTED": "1", "KVMESH_CLIENT_AUTH": "required", "KVMESH_SERVER_PID": ""}
+    mesh.up()
+    told("all started again, encrypted", time.monotonic() - begin_s)
+    plain_url, plain_coordinator = mesh.url, mesh.coordinator_url
+    mesh.encrypt(tmp_path)
     wait_for_members(mesh, 2, 2)
-    check_golden(ask, golden)
-    planes = {line["plane"] for line in mesh.logs("generation") if line["event"] == "paired"}
-    assert planes == {"tcp"}
+    assert mesh.tls is not None
+    with asking(mesh, verify=mesh.tls) as ask:
+        check_golden(ask, golden)
+    assert {line["plane"] for line in mesh.logs("generation") if line["event"] == "paired"} == {"tcp"}
+    assert request(f"{plain_url}/v1/models")[0] == 0
+    assert request(f"{plain_coordinator}/members")[0] == 0
+    stranger = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
+    with asking(mesh, verify=stranger) as ask:
+        ask("The capital of France is", 2)  # a client of the router needs none
+    with pytest.raises(OSError, match=r"(?i)certificate|reset|closed|eof"):
+        urllib.request.urlopen(f"{mesh.coordinator_url}/members", timeout=10, context=stranger)
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.linger = 0
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+        socket.connect(mesh.events_endpoint)
+        assert not monitor.poll(3000) or recv_monitor_message(monitor)["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED
+        socket.disable_monitor()
 
 
 def test_down_leaves_nothing(mesh: Project, docker: Docker, told: Tell) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from containers.engine import REPOSITORY, SCRIPTS, Docker
@@ -38,6 +40,7 @@ class Project:
             "KVMESH_REPLAY_PORT": str(replay),
             **env,
         }
+        self.tls: ssl.SSLContext | None = None
         self.url = f"http://127.0.0.1:{router}"
         self.coordinator_url = f"http://127.0.0.1:{coordinator}"
         self.events_endpoint = f"tcp://127.0.0.1:{events}"
@@ -71,14 +74,30 @@ class Project:
         lines = self.compose("logs", "--no-color", "--no-log-prefix", *services).splitlines()
         return [json.loads(line) for line in lines if line.startswith("{")]
 
-    def get(self, url: str) -> Any:
-        """The body of a JSON answer."""
-        return get(url)
+    def encrypt(self, directory: Path) -> None:
+        """From now on speak TLS, with the certificate of the mesh, which goes into ``directory``."""
+        [router] = self.containers("router")
+        for name in ("ca.crt", "tls.crt", "tls.key"):
+            (directory / name).write_text(self.docker("exec", router, "cat", f"/run/kvmesh/tls/{name}"))
+        self.tls = ssl.create_default_context(cafile=str(directory / "ca.crt"))
+        self.tls.load_cert_chain(directory / "tls.crt", directory / "tls.key")
+        self.url, self.coordinator_url = (
+            url.replace("http://", "https://") for url in (self.url, self.coordinator_url)
+        )
+
+    def get(self, path: str) -> Any:
+        """The body of the coordinator's JSON answer, whatever its status."""
+        try:
+            with urllib.request.urlopen(f"{self.coordinator_url}{path}", timeout=10, context=self.tls) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            with error:
+                return json.load(error)
 
     def members(self) -> dict[str, int]:
         """Members that live, by role."""
         counts: dict[str, int] = {}
-        for member in get(f"{self.coordinator_url}/members")["members"]:
+        for member in self.get("/members")["members"]:
             counts[member["role"]] = counts.get(member["role"], 0) + 1
         return counts
 
@@ -93,15 +112,6 @@ class Project:
                 "volumes": ("volume", "ls"),
             }.items()
         }
-
-
-def get(url: str) -> Any:
-    """The body of a JSON answer, whatever its status."""
-    try:
-        with urllib.request.urlopen(url, timeout=10) as response:
-            return json.load(response)
-    except urllib.error.HTTPError as error:
-        return json.load(error)
 
 
 def free_ports(count: int) -> list[int]:
