@@ -8,18 +8,23 @@ import time
 import uuid
 
 import anyio
+import anyio.to_thread
 import msgspec
 import zmq
 from anyio.abc import TaskGroup, TaskStatus
 
 from kvmesh.config import IndexerSettings
-from kvmesh.events.feeds import Feeds
-from kvmesh.events.index import PrefixIndex
+from kvmesh.events.feeds import Feeds, Gate
+from kvmesh.events.index import PrefixIndex, Source
 from kvmesh.events.keyed import KeyRing
+from kvmesh.hashing import TokenIds
 from kvmesh.indexer.matching import MatchServer
 from kvmesh.indexer.merged import MergedStream
+from kvmesh.indexer.metrics import FeedCollector
 from kvmesh.indexer.routes import Routes
+from kvmesh.indexer.snapshots import SnapshotFile
 from kvmesh.net.auth import ApiKeys, KeyMetrics
+from kvmesh.net.clock import Clock, SystemClock
 from kvmesh.net.curve import CurveSecurity
 from kvmesh.net.discovery import CoordinatorClient
 from kvmesh.net.http import api_key_middleware
@@ -27,9 +32,13 @@ from kvmesh.net.service import Health, Service
 from kvmesh.net.tls import Tls
 from kvmesh.net.zap import ZapServer
 from kvmesh.protocol.errors import unavailable
+from kvmesh.protocol.match import Routed
 from kvmesh.protocol.members import Member
 
 __all__ = ["IndexerService"]
+
+LAST_SNAPSHOT_S = 10.0
+"""How long a stopping indexer may still write."""
 
 
 class IndexerService(Service):
@@ -37,26 +46,34 @@ class IndexerService(Service):
 
     Args:
         settings: of the indexer.
+        clock: of predictions, rests and snapshots.
     """
 
-    def __init__(self, settings: IndexerSettings) -> None:
+    def __init__(self, settings: IndexerSettings, *, clock: Clock | None = None) -> None:
         keys = self._api_keys = ApiKeys(settings.api_keys_file)
         super().__init__(
             "indexer", middleware=[api_key_middleware(keys)], drain_s=settings.drain_s, tls=Tls(settings.tls)
         )
         self._settings = settings
         self._instance_id = f"indexer-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
-        self.index = PrefixIndex(settings.max_memory_bytes)
+        self._clock = clock or SystemClock()
+        self._index_gate = Gate(self._clock)
+        self.index = PrefixIndex(settings.max_memory_bytes, clock=self._index_gate)
         self._security = CurveSecurity.load(settings.curve)
         self._keys = KeyRing.load(settings.event_key_file, "event_key_file")
-        self.matching = MatchServer(self.index, settings.match_endpoint, security=self._security, keys=self._keys)
+        self.matching = MatchServer(
+            self.index, settings.match_endpoint, on_routed=self._routed, security=self._security, keys=self._keys
+        )
         self.merged = _merged(settings, self._security)
+        path = settings.snapshot_path
+        self.snapshots = None if path is None else SnapshotFile(path, self.index, self._index_gate, self._clock)
         self._scope: anyio.CancelScope | None = None
         self._ended = anyio.Event()
         self._feeds: Feeds | None = None
         self._coordinator: CoordinatorClient | None = None
         self.metrics.collect_statistics("kvmesh_indexer", self.statistics)
         self.metrics.collect(KeyMetrics(keys))
+        self.metrics.collect(FeedCollector(self.index, lambda: self._feeds))
         Routes(self.index, self._started, self.merged, keys=self._keys).add_to(self.app.router)
 
     async def start(self, tasks: TaskGroup, url: str) -> None:
@@ -88,6 +105,9 @@ class IndexerService(Service):
         """Leave the membership and close every socket."""
         if self._coordinator is not None:
             await self._coordinator.stop()
+        if self.snapshots is not None and self._feeds is not None:
+            with anyio.move_on_after(LAST_SNAPSHOT_S):
+                await self.snapshots.write(self._feeds.saved)
         if self._scope is not None:
             self._scope.cancel()
             await self._ended.wait()
@@ -96,6 +116,7 @@ class IndexerService(Service):
         """Answer and follow; every socket is closed at the end."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         zap = None if self._security is None else ZapServer(context, self._security)
+        saved = {} if self.snapshots is None else await anyio.to_thread.run_sync(self.snapshots.read)
         try:
             self.matching.bind(context)
             if self.merged is not None:
@@ -107,9 +128,12 @@ class IndexerService(Service):
                     tasks.start_soon(zap.serve)
                 if self.merged is not None:
                     tasks.start_soon(self.merged.serve)
-                task_status.started(
-                    Feeds(self.index, tasks, context, observer=self.merged, security=self._security, keys=self._keys)
-                )
+                feeds = self._make_feeds(tasks, context)
+                feeds.restored(saved)
+                tasks.start_soon(feeds.upkeep)
+                if self.snapshots is not None and self._settings.snapshot_interval_s:
+                    tasks.start_soon(self.snapshots.write_every, self._settings.snapshot_interval_s, feeds.saved)
+                task_status.started(feeds)
         finally:
             self.matching.close()
             if self.merged is not None:
@@ -130,10 +154,39 @@ class IndexerService(Service):
             **msgspec.structs.asdict(self.index.statistics()),
             "memory_bytes": self.index.memory_bytes,
             "match_requests_total": self.matching.answered_total,
+            "routed_total": self.matching.routed_total,
             "malformed_match_requests_total": self.matching.malformed_total,
             **({} if self._feeds is None else self._feeds.statistics()),
             **({} if self.merged is None else self.merged.statistics()),
+            **({} if self.snapshots is None else msgspec.structs.asdict(self.snapshots.statistics)),
         }
+
+    def _make_feeds(self, tasks: TaskGroup, context: zmq.Context[zmq.Socket[bytes]]) -> Feeds:
+        settings = self._settings
+        return Feeds(
+            self.index,
+            tasks,
+            context,
+            clock=self._clock,
+            gate=self._index_gate,
+            observer=self.merged,
+            security=self._security,
+            keys=self._keys,
+            predicted_ttl_s=settings.predicted_ttl_s,
+            approximate_ttl_s=settings.approximate_ttl_s,
+            anti_entropy_interval_s=settings.anti_entropy_interval_s,
+        )
+
+    def _routed(self, routed: Routed, tokens: TokenIds) -> None:
+        if self._feeds is not None:
+            self._feeds.predict(
+                Source(routed.instance_id, routed.dp_rank),
+                tokens,
+                model=routed.model,
+                lora=routed.lora_id,
+                cache_salt=routed.cache_salt,
+                ttl_s=routed.ttl_s,
+            )
 
     def _started(self) -> Feeds:
         if self._feeds is None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvmesh.events.index import DEFAULT_TENANT
 from kvmesh.hashing import sequence_hashes
-from kvmesh.protocol.errors import ApiError, bad_request
+from kvmesh.protocol.errors import bad_request
 
 __all__ = ["HashQuery", "Prediction", "Query", "RegisterBody", "Unregister"]
 
@@ -159,10 +159,3 @@ class Prediction(Query, kw_only=True):
 
 def _hashes(values: list[int]) -> NDArray[np.uint64]:
     return np.array([value & _HASH_MASK for value in values], dtype=np.uint64)
-
-
-def unknown_worker(instance_id: str, dp_rank: int) -> ApiError:
-    """404: nobody has registered it, and no coordinator knows it."""
-    return ApiError(
-        404, f"No worker {instance_id!r} with rank {dp_rank} is known; register it first.", code="unknown_worker"
-    )

@@ -1,6 +1,8 @@
-"""The router's question over ZMQ: a ROUTER socket, one msgpack frame each way (``kvmesh.protocol.match``)."""
+"""The router's question over ZMQ: a ROUTER socket, msgpack each way (``kvmesh.protocol.match``)."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import anyio.lowlevel
 import msgspec
@@ -10,10 +12,10 @@ from kvmesh.events.index import PrefixIndex
 from kvmesh.events.keyed import KeyRing
 from kvmesh.events.keyed_lookup import lookup_of
 from kvmesh.events.polling import readable, receive
-from kvmesh.hashing import as_token_ids
+from kvmesh.hashing import TokenIds, as_token_ids
 from kvmesh.net.address import reachable_endpoint
 from kvmesh.net.curve import CurveSecurity
-from kvmesh.protocol.match import MatchReply, MatchRequest
+from kvmesh.protocol.match import ROUTED, MatchReply, MatchRequest, Routed
 from kvmesh.telemetry import get_logger
 
 __all__ = ["MatchServer"]
@@ -30,6 +32,7 @@ class MatchServer:
     Args:
         index: what is known.
         endpoint: what to bind, such as ``tcp://127.0.0.1:8301``.
+        on_routed: told of a prompt that was sent to a worker.
         security: keys that are asked for; None: whoever can connect may ask.
         keys: of workers that tell keyed names instead of tokens.
     """
@@ -39,19 +42,23 @@ class MatchServer:
         index: PrefixIndex,
         endpoint: str,
         *,
+        on_routed: Callable[[Routed, TokenIds], object],
         security: CurveSecurity | None = None,
         keys: KeyRing | None = None,
     ) -> None:
         self._index = index
         self._match = lookup_of(index, keys)
+        self._on_routed = on_routed
         self._security = security
         self._bind = endpoint
         self._socket: zmq.Socket[bytes] | None = None
         self._decoder = msgspec.msgpack.Decoder(MatchRequest)
+        self._routed_decoder = msgspec.msgpack.Decoder(Routed)
         self._encoder = msgspec.msgpack.Encoder()
         self.endpoint = endpoint
         """What to connect to, once bound."""
         self.answered_total = 0
+        self.routed_total = 0
         self.malformed_total = 0
 
     @property
@@ -86,6 +93,8 @@ class MatchServer:
                 frames = receive(socket)
                 if frames is None:
                     await readable(socket)
+                elif len(frames) > 2 and frames[-2] == ROUTED:
+                    self._routed(frames[-1])
                 elif (reply := self._answer(frames[-1])) is not None:
                     # A router that does not read its answers loses them; nobody waits for it.
                     socket.send_multipart([*frames[:-1], reply], zmq.NOBLOCK)
@@ -102,10 +111,23 @@ class MatchServer:
             request = self._decoder.decode(question)
             tokens = as_token_ids(request.token_ids)
         except (msgspec.DecodeError, ValueError) as error:
-            self.malformed_total += 1
-            if self.malformed_total & (self.malformed_total - 1) == 0:
-                _log.warning("malformed match requests ignored", so_far=self.malformed_total, error=str(error))
+            self._malformed(error)
             return None
         matches = self._match(tokens, model=request.model, lora=request.lora_id, cache_salt=request.cache_salt)
         self.answered_total += 1
         return self._encoder.encode(MatchReply(id=request.id, matches=matches))
+
+    def _routed(self, message: bytes) -> None:
+        try:
+            routed = self._routed_decoder.decode(message)
+            tokens = as_token_ids(routed.token_ids)
+        except (msgspec.DecodeError, ValueError) as error:
+            self._malformed(error)
+            return
+        self.routed_total += 1
+        self._on_routed(routed, tokens)
+
+    def _malformed(self, error: Exception) -> None:
+        self.malformed_total += 1
+        if self.malformed_total & (self.malformed_total - 1) == 0:
+            _log.warning("malformed match requests ignored", so_far=self.malformed_total, error=str(error))

@@ -15,7 +15,7 @@ from kvmesh.events.keyed import KeyRing
 from kvmesh.events.keyed_lookup import lookup_of
 from kvmesh.hashing import as_token_ids
 from kvmesh.indexer.answers import dumped_block, query_reply
-from kvmesh.indexer.faces import HashQuery, Query, RegisterBody, Unregister
+from kvmesh.indexer.faces import HashQuery, Prediction, Query, RegisterBody, Unregister
 from kvmesh.indexer.merged import MergedStream
 from kvmesh.net.http import json_response, read_json
 from kvmesh.protocol.errors import ApiError, bad_request
@@ -57,6 +57,7 @@ class Routes:
         routes.add_post("/unregister", self._unregister)
         routes.add_post("/query", self._query)
         routes.add_post("/query_by_hash", self._query_by_hash)
+        routes.add_post("/predict", self._predict)
         routes.add_get("/dump", self._dump)
         routes.add_get("/workers", self._workers)
         routes.add_get("/stream", self._stream)
@@ -64,7 +65,7 @@ class Routes:
     async def _register(self, request: web.Request) -> web.Response:
         body = await read_json(request, RegisterBody)
         feed = _feed(body)
-        self._feeds().follow(feed)
+        self._feeds().follow(feed, by_hand=True)
         return json_response({"status": "ok", "instance_id": feed.source.instance_id})
 
     async def _unregister(self, request: web.Request) -> web.Response:
@@ -75,6 +76,7 @@ class Routes:
 
     async def _query(self, request: web.Request) -> web.Response:
         body = await read_json(request, Query)
+        self._feeds()
         matches = self._match(
             _tokens(body.token_ids),
             model=body.model_named,
@@ -87,6 +89,7 @@ class Routes:
 
     async def _query_by_hash(self, request: web.Request) -> web.Response:
         body = await read_json(request, HashQuery)
+        self._feeds()
         matches = self._index.match_hashes(
             body.prefix_hashes(),
             model=body.model_named,
@@ -97,8 +100,31 @@ class Routes:
         )
         return json_response(query_reply(matches, body.tenant, _only(body.instance_id)))
 
+    async def _predict(self, request: web.Request) -> web.Response:
+        body = await read_json(request, Prediction)
+        instance_id, rank = body.target()
+        feeds = self._feeds()
+        if feeds.feed(Source(instance_id, rank)) is None:
+            raise _unknown_worker(instance_id, rank)
+        known = feeds.predict(
+            Source(instance_id, rank),
+            _tokens(body.token_ids),
+            model=body.model_named,
+            lora=body.lora,
+            cache_salt=body.salt,
+            block_size=body.block_size,
+            ttl_s=body.ttl_s,
+        )
+        if not known:
+            raise bad_request(
+                "The worker serves another model, or does not tell its block size: give 'block_size'.",
+                param="block_size",
+            )
+        return json_response({"status": "ok"})
+
     async def _dump(self, request: web.Request) -> web.Response:
         wanted = _Wanted(request.query)
+        self._feeds()
         return json_response(
             [
                 {
@@ -210,3 +236,10 @@ def _tokens(token_ids: list[int]) -> Any:
 
 def _only(instance_id: str | int | None) -> str | None:
     return None if instance_id is None else str(instance_id)
+
+
+def _unknown_worker(instance_id: str, dp_rank: int) -> ApiError:
+    """404: nobody has registered it, and no coordinator knows it."""
+    return ApiError(
+        404, f"No worker {instance_id!r} with rank {dp_rank} is known; register it first.", code="unknown_worker"
+    )

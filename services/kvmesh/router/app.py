@@ -174,6 +174,7 @@ class RouterService(Service):
                 settings.coordinator_url, clock=self._clock, tls=self.tls, keys=self._api_keys
             )
             self._coordinator.subscribe(self.parts.cluster.apply)
+            self._coordinator.subscribe(self.parts.matcher.hear)
             await self._coordinator.start(tasks)
             member = Member(
                 instance_id=self.instance_id,

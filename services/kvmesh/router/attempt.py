@@ -10,6 +10,7 @@ from kvmesh.net.faults import fault_point
 from kvmesh.protocol.disagg import CtxUsage
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.openai.responses import encode
+from kvmesh.protocol.ranks import RankWish
 from kvmesh.router.answer import Answer, EventSource, StreamAnswer, WholeAnswer
 from kvmesh.router.cluster import Server
 from kvmesh.router.dialects.base import Dialect, Outgoing, Prefilled
@@ -20,6 +21,7 @@ from kvmesh.router.ids import TransferIds
 from kvmesh.router.legs import LegFailure, Legs, judge
 from kvmesh.router.opening import first_events, with_usage
 from kvmesh.router.plan import Avoid, Placement, Planner
+from kvmesh.router.recent import RecentRoutes
 from kvmesh.router.rewrite import as_events, rewrite_usage_events
 from kvmesh.router.work import Work
 
@@ -35,6 +37,7 @@ class Attempts:
         dialects: by name.
         ids: makes transfer ids.
         abort: tells a context server that nobody will come for its pages.
+        recent: adds to matches what earlier choices will bring about; None: nothing is predicted.
         generation_first: send both legs of a disaggregated sequence at once.
     """
 
@@ -46,6 +49,7 @@ class Attempts:
         ids: TransferIds,
         *,
         abort: Abort,
+        recent: RecentRoutes | None = None,
         generation_first: bool = False,
     ) -> None:
         self._planner = planner
@@ -53,6 +57,7 @@ class Attempts:
         self._dialects = dialects
         self._ids = ids
         self._send_abort = abort
+        self._recent = recent
         self._aborts = 0
         self._modes = {"disaggregated": 0, "local": 0, "aggregated": 0}
         self._prefill_only = 0
@@ -75,18 +80,21 @@ class Attempts:
             LegFailure: a server failed.
             ApiError: nobody can serve it, or a server's answer makes no sense.
         """
+        if self._recent is not None:
+            self._recent.look(work)
         placement = self._planner.place(work, avoid)
+        wish = self._planner.rank_wish(work, placement.server.member)
+        self._sent(work, placement, wish)
         record.mode = placement.mode
         work.explanation.attempts.append(record)
         self._modes[placement.mode] += 1
         if placement.mode == "disaggregated":
-            return await self._disaggregated(work, placement, record, avoid, stack)
+            return await self._disaggregated(work, placement, wish, record, avoid, stack)
         if placement.mode == "local":
             record.generation = placement.decision
         else:
             record.context = placement.decision
         member = placement.server.member
-        wish = self._planner.rank_wish(work, member)
         if placement.mode == "local":
             record.generation_dp_rank = wish.rank
         else:
@@ -95,7 +103,13 @@ class Attempts:
         return await self._answer(work, placement.server, outgoing, stack)
 
     async def _disaggregated(
-        self, work: Work, placement: Placement, record: Attempt, avoid: Avoid, stack: AsyncExitStack
+        self,
+        work: Work,
+        placement: Placement,
+        wish: RankWish,
+        record: Attempt,
+        avoid: Avoid,
+        stack: AsyncExitStack,
     ) -> Answer:
         server = placement.server
         dialect = self._dialects[server.member.dialect]
@@ -103,7 +117,6 @@ class Attempts:
         transfer_id = record.transfer_id = self._ids.next()
         hand_off = HandOff(server, dialect, transfer_id, self._abort)
         stack.callback(hand_off.close)
-        wish = self._planner.rank_wish(work, server.member)
         if self._both is not None and not work.first_token_only:
             answer = await self._both.run(work, hand_off, wish, record, avoid, stack)
             if answer is not None:
@@ -149,6 +162,8 @@ class Attempts:
                 raise LegFailure(hand_off.server.member.instance_id, error, retryable=True) from None
             record.generation = placement.decision
             wish = self._planner.rank_wish(work, placement.server.member)
+            if placement.server.member.events_endpoint is None:
+                self._sent(work, placement, wish)  # no event will ever tell what it holds
             record.generation_dp_rank = wish.rank
             outgoing = hand_off.dialect.decode(work, prefilled, hand_off.transfer_id, wish)
             try:
@@ -194,6 +209,10 @@ class Attempts:
         work.prefilled_at(server.member.instance_id)
         rewrite = None if truth is None else partial(rewrite_usage_events, truth=truth)
         return StreamAnswer(first, source, rewrite=rewrite, on_end=ended)
+
+    def _sent(self, work: Work, placement: Placement, wish: RankWish) -> None:
+        if self._recent is not None:
+            self._recent.sent(work, placement.server.member, wish)
 
     def _abort(self, server: Server, outgoing: Outgoing) -> None:
         self._aborts += 1

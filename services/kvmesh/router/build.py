@@ -22,9 +22,11 @@ from kvmesh.router.legs import Legs
 from kvmesh.router.loads import Loads
 from kvmesh.router.match import Matcher, NoMatcher
 from kvmesh.router.match_client import MatchClient
+from kvmesh.router.match_in_process import InProcessMatcher
 from kvmesh.router.perf import PerfRecords
 from kvmesh.router.plan import Planner
 from kvmesh.router.policy import make_policy
+from kvmesh.router.recent import RecentRoutes
 from kvmesh.router.upstream import Upstream
 from kvmesh.telemetry import get_logger
 
@@ -43,6 +45,7 @@ class Parts(NamedTuple):
     admission: Admission
     explainer: Explainer
     perf: PerfRecords
+    recent: RecentRoutes | None
 
     def statistics(self) -> dict[str, float]:
         """The parts' statistics in one mapping."""
@@ -51,6 +54,7 @@ class Parts(NamedTuple):
             **self.matcher.statistics(),
             **self.dispatcher.statistics(),
             **self.admission.statistics(),
+            **({} if self.recent is None else self.recent.statistics()),
         }
 
 
@@ -73,7 +77,7 @@ def build_parts(settings: RouterSettings, upstream: Upstream, abort: Abort, cloc
         tokens_per_block=tokens_per_block,
         min_context_servers=settings.min_context_servers,
         min_generation_servers=settings.min_generation_servers,
-        on_gone=lambda instance_id: planner.forget(instance_id),
+        on_gone=lambda instance_id: gone(instance_id),
         on_problem=_warn,
     )
     planner = Planner(
@@ -84,6 +88,15 @@ def build_parts(settings: RouterSettings, upstream: Upstream, abort: Abort, cloc
         max_local_prefill_length=settings.max_local_prefill_length,
         tokens_per_block=tokens_per_block,
     )
+    matcher = _matcher(settings, clock)
+    predicting = planner.needs_matches and not isinstance(matcher, NoMatcher)
+    recent = RecentRoutes(matcher, clock, settings.index.predicted_ttl_s) if predicting else None
+
+    def gone(instance_id: str) -> None:
+        planner.forget(instance_id)
+        if recent is not None:
+            recent.forget(instance_id)
+
     ids = TransferIds(clock, node_id=settings.node_id)
     attempts = Attempts(
         planner,
@@ -91,26 +104,39 @@ def build_parts(settings: RouterSettings, upstream: Upstream, abort: Abort, cloc
         dialects,
         ids,
         abort=abort,
+        recent=recent,
         generation_first=settings.schedule_style == "generation_first",
     )
     return Parts(
         cluster=cluster,
-        matcher=_matcher(settings, clock),
+        matcher=matcher,
         dispatcher=Dispatcher(attempts, max_retries=settings.max_retries),
         planner=planner,
         admission=Admission(settings.max_inflight, clock),
         explainer=Explainer(),
         perf=PerfRecords(),
+        recent=recent,
     )
 
 
 def _matcher(settings: RouterSettings, clock: Clock) -> Matcher:
-    if settings.indexer_match_endpoint is None:
+    index = settings.index
+    if index.kind == "in_process":
+        return InProcessMatcher(
+            clock,
+            max_memory_bytes=index.max_memory_bytes,
+            predicted_ttl_s=index.predicted_ttl_s,
+            approximate_ttl_s=index.approximate_ttl_s,
+            anti_entropy_interval_s=index.anti_entropy_interval_s,
+            security=CurveSecurity.load(settings.curve),
+        )
+    if index.kind == "none" or settings.indexer_match_endpoint is None:
         return NoMatcher()
     return MatchClient(
         settings.indexer_match_endpoint,
         timeout_s=settings.match_timeout_ms / 1000,
         clock=clock,
+        predicted_ttl_s=index.predicted_ttl_s,
         security=CurveSecurity.load(settings.curve),
     )
 

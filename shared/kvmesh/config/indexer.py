@@ -8,7 +8,8 @@ from pydantic import Field, model_validator
 
 from kvmesh.config.curve import CurveSettings
 from kvmesh.config.endpoints import HttpUrls, Port, ZmqEndpoint
-from kvmesh.config.service import ServiceSettings
+from kvmesh.config.index import Pause
+from kvmesh.config.service import Seconds, ServiceSettings
 
 __all__ = ["IndexerSettings"]
 
@@ -30,6 +31,17 @@ class IndexerSettings(ServiceSettings):
     read."""
     max_memory_bytes: Annotated[int, Field(gt=0)] = 1 << 30
     """Bound of the index in bytes; blocks beyond it are not taken in, so that the index claims less, never more."""
+    predicted_ttl_s: Seconds = 5.0
+    """Seconds for which a predicted prompt counts as held, unless its events come before or it says otherwise."""
+    approximate_ttl_s: Seconds = 120.0
+    """The same for workers that tell no events: predictions are all that is known of them."""
+    anti_entropy_interval_s: Pause = 10.0
+    """Seconds between two comparisons with the digest of each worker that offers one; 0: never."""
+    snapshot_path: str | None = None
+    """File that the index is written to and, on start, read from; unset: a restarted indexer begins with what the
+    workers still keep. It tells which tokens prompts share, as hashes."""
+    snapshot_interval_s: Pause = 60.0
+    """Seconds between two snapshots; 0: only one, when the indexer stops."""
     publish_endpoint: ZmqEndpoint | None = None
     """Endpoint that binds the merged stream of all workers' events; unset: there is none. It carries prompt tokens."""
     publish_replay_endpoint: ZmqEndpoint | None = None

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from kvmesh.config.block_reuse import BlockReuseConfig
 from kvmesh.config.cache_transceiver import CacheTransceiverConfig
 from kvmesh.config.coordinator import CoordinatorSettings
+from kvmesh.config.curve import CurveSettings
 from kvmesh.config.disagg import (
     ConditionalDisaggConfig,
     DisaggClusterConfig,
@@ -20,6 +21,7 @@ from kvmesh.config.disagg import (
     OtlpConfig,
 )
 from kvmesh.config.discovery import DnsSource, EndpointSliceSource, StaticSource
+from kvmesh.config.index import RouterIndexSettings
 from kvmesh.config.indexer import IndexerSettings
 from kvmesh.config.kv_cache import KvCacheConfig
 from kvmesh.config.kv_events import KVEventsConfig
@@ -81,6 +83,7 @@ _SERVICES: tuple[type[BaseModel], ...] = (
     WorkerSettings,
     EventWireSettings,
     RouterSettings,
+    RouterIndexSettings,
     RoundRobinPolicy,
     LoadBalancingPolicy,
     KvCacheAwarePolicy,
@@ -92,6 +95,7 @@ _SERVICES: tuple[type[BaseModel], ...] = (
     EndpointSliceSource,
     MeshSettings,
     TlsSettings,
+    CurveSettings,
 )
 _DISAGG: tuple[type[BaseModel], ...] = (
     DisaggConfig,

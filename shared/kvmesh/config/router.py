@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from kvmesh.config.curve import CurveSettings
 from kvmesh.config.endpoints import HttpUrl, HttpUrls, Port, ZmqEndpoint
+from kvmesh.config.index import RouterIndexSettings
 from kvmesh.config.routing import KvCacheAwarePolicy, RoutingPolicy
 from kvmesh.config.service import DEFAULT_MODEL, Seconds, TracedSettings
 
@@ -41,6 +42,8 @@ class RouterSettings(TracedSettings):
     """Match service of the indexer; unset: prefixes are not matched."""
     curve: CurveSettings = Field(default_factory=CurveSettings)
     """Encryption of the ZeroMQ sockets: the questions to the indexer."""
+    index: RouterIndexSettings = Field(default_factory=RouterIndexSettings)
+    """Where the router learns who holds how much of a prompt."""
     match_timeout_ms: Annotated[int, Field(gt=0)] = 50
     """Longest wait in milliseconds for a match; a request then goes on without one."""
     context_router: RoutingPolicy = Field(default_factory=KvCacheAwarePolicy)
@@ -65,6 +68,13 @@ class RouterSettings(TracedSettings):
     """Accepted API keys, beside those of ``api_keys_file``. Prefer the file."""
     node_id: Annotated[int, Field(ge=0, le=255)] | None = None
     """Part of transfer ids that tells routers apart; unset: taken from the machine's hardware address."""
+
+    @model_validator(mode="after")
+    def require_membership_for_own_index(self) -> Self:
+        """Event endpoints are learnt from the coordinator."""
+        if self.index.kind == "in_process" and self.coordinator_url is None:
+            raise ValueError("index.kind in_process requires coordinator_url: workers' event endpoints come from there")
+        return self
 
     @model_validator(mode="after")
     def require_matches_for_local_prefill(self) -> Self:

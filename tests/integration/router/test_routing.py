@@ -19,7 +19,7 @@ from kvmesh.config import CoordinatorSettings
 from kvmesh.coordinator.main import build as build_coordinator
 from kvmesh.net.discovery import CoordinatorClient
 from kvmesh.net.service import serving
-from kvmesh.protocol.match import MatchReply, MatchRequest, WorkerMatch
+from kvmesh.protocol.match import ROUTED, MatchReply, MatchRequest, Routed, WorkerMatch
 from kvmesh.router.http import HttpReply
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -33,6 +33,7 @@ class FakeIndexer:
     def __init__(self) -> None:
         self.held: dict[str, int] = {}
         self.salted: dict[str, dict[str, int]] = {}
+        self.routed: list[Routed] = []
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
@@ -51,7 +52,10 @@ class FakeIndexer:
 
     async def _serve(self, router: zmq.asyncio.Socket) -> None:
         while True:
-            identity, frame = await router.recv_multipart()
+            identity, *told, frame = await router.recv_multipart()
+            if told == [ROUTED]:
+                self.routed.append(msgspec.msgpack.decode(frame, type=Routed))
+                continue
             request = msgspec.msgpack.decode(frame, type=MatchRequest)
             held = self.held if request.cache_salt is None else self.salted.get(request.cache_salt, {})
             matches = [WorkerMatch(name, 0, tokens, tokens, tokens) for name, tokens in held.items()]
@@ -99,11 +103,39 @@ async def test_the_holders_of_a_prefix_are_chosen(mesh: Mesh) -> None:
         assert attempt["outcome"] == "done"
 
 
+async def test_a_burst_of_equal_prompts_goes_to_one_server(mesh: Mesh) -> None:
+    """The indexer holds nothing yet, and is told where each prompt goes."""
+    indexer = FakeIndexer()
+    roles = {**{f"c{number}": "context" for number in range(4)}, "g": "generation"}
+    async with indexer.serving() as endpoint, mesh(roles, indexer_match_endpoint=endpoint, match_timeout_ms=5000) as m:
+        await matched(m)
+        before = {name: len(m[name].requests) for name in roles}
+        body = {"model": "fake-model", "prompt": "z" * 200, "max_tokens": 2}
+
+        async def ask() -> None:
+            assert (await m.post("/v1/completions", body))[0] == 200
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(4):
+                tasks.start_soon(ask)
+        asked = {name: len(m[name].requests) - before[name] for name in roles if name != "g"}
+        assert sorted(asked.values()) == [0, 0, 0, 4]
+        (holder,) = [name for name, count in asked.items() if count]
+        told = [routed.instance_id for routed in indexer.routed if len(routed.token_ids) == 4 * 200]
+        assert told.count(holder) == 4
+        assert set(told) == {holder, "g"}, "the generation server tells no events, so it is predicted as well"
+
+
 async def test_conditional_local_prefill(mesh: Mesh) -> None:
     indexer = FakeIndexer()
     async with (
         indexer.serving() as endpoint,
-        mesh(indexer_match_endpoint=endpoint, match_timeout_ms=5000, max_local_prefill_length=32) as m,
+        mesh(
+            indexer_match_endpoint=endpoint,
+            match_timeout_ms=5000,
+            max_local_prefill_length=32,
+            index={"predicted_ttl_s": 0},  # what the indexer says is all that counts here
+        ) as m,
     ):
         await matched(m)
         prefills = len(m["c"].requests)

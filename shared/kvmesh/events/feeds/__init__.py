@@ -1,11 +1,14 @@
 """Follows every publisher of a mesh and fills an index: the indexer does, and a router that keeps its own index.
 
-``feed`` says what is followed, ``feeds`` follows it.
+``feed`` says what is followed, ``following`` follows one, ``feeds`` all of them; ``drift`` finds out whether the index
+agrees with a publisher, ``saved`` is what a snapshot keeps, ``gate`` lets it be written.
 """
 
 from __future__ import annotations
 
 from kvmesh.events.feeds.feed import Feed, feeds_of
-from kvmesh.events.feeds.feeds import FeedObserver, Feeds
+from kvmesh.events.feeds.feeds import Feeds
+from kvmesh.events.feeds.following import FeedObserver
+from kvmesh.events.feeds.gate import Gate
 
-__all__ = ["Feed", "FeedObserver", "Feeds", "feeds_of"]
+__all__ = ["Feed", "FeedObserver", "Feeds", "Gate", "feeds_of"]

@@ -2,55 +2,68 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Mapping
+from functools import partial
 
 import anyio
 import anyio.lowlevel
-import structlog
 import zmq
 from anyio.abc import TaskGroup
 
 from kvmesh.events.endpoints import EndpointError
 from kvmesh.events.feeds.feed import Feed, feeds_of
+from kvmesh.events.feeds.following import FeedObserver, Following
+from kvmesh.events.feeds.gate import Gate
+from kvmesh.events.feeds.saved import SavedFeed
 from kvmesh.events.index import PrefixIndex, Source
 from kvmesh.events.keyed import KeyRing
-from kvmesh.events.subscriber import Batch, Connected, Disconnected, EventSubscriber, Reset, SubscriberStatistics
+from kvmesh.events.records import LoraKey
+from kvmesh.events.subscriber import EventSubscriber, SubscriberStatistics, Watermark
+from kvmesh.hashing import TokenIds
+from kvmesh.net.clock import Clock, SystemClock
 from kvmesh.net.curve import CurveSecurity
 from kvmesh.protocol.members import Member, MemberEvent
 from kvmesh.telemetry import get_logger
 
-__all__ = ["FeedObserver", "Feeds"]
+__all__ = ["Feeds"]
+
+UPKEEP_S = 0.5
+"""How often predictions that are over are dropped."""
+
+RESTORED_S = 60.0
+"""How long blocks of a snapshot are kept for a worker that nobody has told of; they are not matched meanwhile."""
 
 _log = get_logger("events.feeds")
 
 
-class FeedObserver(Protocol):
-    """Sees what goes into the index, in order; runs on the event loop and must not wait."""
+class _Running:
+    """What is followed of one source."""
 
-    def applied(self, feed: Feed, batch: Batch) -> None:
-        """A batch has been taken in."""
+    __slots__ = ("by_hand", "feed", "following", "scope")
 
-    def cleared(self, feed: Feed) -> None:
-        """Everything that the source held is void."""
-
-
-class _Running(NamedTuple):
-    feed: Feed
-    subscriber: EventSubscriber | None
-    """None for an approximate feed."""
-    scope: anyio.CancelScope
+    def __init__(self, feed: Feed, following: Following | None, *, by_hand: bool) -> None:
+        self.feed = feed
+        self.following = following
+        """None for an approximate feed."""
+        self.by_hand = by_hand
+        self.scope = anyio.CancelScope()
 
 
 class Feeds:
-    """Starts, replaces and ends subscriptions; all of them live in ``tasks``.
+    """Starts, replaces and ends subscriptions; all of them live in ``tasks``. Run :meth:`upkeep` beside it.
 
     Args:
         index: to fill.
         tasks: of the service.
         context: of the sockets.
+        clock: of predictions and rests.
+        gate: of the index, where snapshots of it are written; None: they are not.
         observer: sees what goes in.
         security: keys of the publishers that belong to the mesh; None: they are plain.
         keys: of workers that tell keyed names instead of tokens.
+        predicted_ttl_s: how long a prediction that does not say counts.
+        approximate_ttl_s: how long one of a worker without events counts.
+        anti_entropy_interval_s: how often each publisher is asked for its digests; 0: never.
     """
 
     def __init__(
@@ -59,20 +72,36 @@ class Feeds:
         tasks: TaskGroup,
         context: zmq.Context[zmq.Socket[bytes]],
         *,
+        clock: Clock | None = None,
+        gate: Gate | None = None,
         observer: FeedObserver | None = None,
         security: CurveSecurity | None = None,
         keys: KeyRing | None = None,
+        predicted_ttl_s: float = 5.0,
+        approximate_ttl_s: float = 120.0,
+        anti_entropy_interval_s: float = 0.0,
     ) -> None:
         self._index = index
         self._tasks = tasks
         self._context = context
+        self._clock = clock or SystemClock()
+        self._gate = gate or Gate(self._clock)
         self._observer = observer
         self._security = security
         self._keys = keys
+        self._predicted_ttl_s = predicted_ttl_s
+        self._approximate_ttl_s = approximate_ttl_s
+        self._anti_entropy_interval_s = anti_entropy_interval_s
         self._running: dict[Source, _Running] = {}
+        self._restored: dict[Source, SavedFeed] = {}
+        self._restored_until_s = 0.0
         self._tidying = False
         self._ended = dict.fromkeys(SubscriberStatistics.__struct_fields__, 0)
         """What subscriptions that are over had counted: totals do not go back."""
+        self._ended_dialects: dict[str, int] = {}
+        self._ended_drifts = 0
+        self._predictions = 0
+        self._predictions_refused = 0
 
     def hear(self, event: MemberEvent) -> None:
         """A change of the membership."""
@@ -88,26 +117,14 @@ class Feeds:
         for feed in feeds:
             self.follow(feed)
 
-    def follow(self, feed: Feed) -> None:
+    def follow(self, feed: Feed, *, by_hand: bool = False) -> None:
         """Follow a publisher; one that is followed already goes on undisturbed, an older life of its source ends."""
         running = self._running.get(feed.source)
         if running is not None:
             if running.feed == feed or running.feed.epoch > feed.epoch:
                 return
             self._end(running)
-        subscriber = None
-        if feed.endpoint is not None:
-            subscriber = EventSubscriber(
-                feed.endpoint,
-                feed.replay_endpoint,
-                context=self._context,
-                security=self._security if feed.in_mesh else None,
-                keys=self._keys,
-            )
-            if self._keys is not None:
-                # An index that was restored holds blocks of workers whose events are yet to come.
-                self._keys.expect(feed.block_size)
-        running = self._running[feed.source] = _Running(feed, subscriber, anyio.CancelScope())
+        resume_from = self._take_over(feed)
         self._index.add(
             feed.source,
             model=feed.model,
@@ -116,8 +133,27 @@ class Feeds:
             salt=feed.salt,
             single_group=feed.single_group,
         )
-        if subscriber is not None:
-            self._tasks.start_soon(self._run, feed, subscriber, running.scope)
+        following = None
+        if not feed.approximate:
+            following = Following(
+                feed,
+                self._index,
+                self._context,
+                self._clock,
+                gate=self._gate,
+                tidy=self._tidy,
+                observer=self._observer,
+                security=self._security if feed.in_mesh else None,
+                keys=self._keys,
+                anti_entropy_interval_s=self._anti_entropy_interval_s,
+                resume_from=resume_from,
+            )
+            if self._keys is not None:
+                # An index that was restored holds blocks of workers whose events are yet to come.
+                self._keys.expect(feed.block_size)
+        running = self._running[feed.source] = _Running(feed, following, by_hand=by_hand)
+        if following is not None:
+            self._tasks.start_soon(self._run, following, running.scope)
 
     def stop(self, instance_id: str, dp_rank: int | None = None) -> list[Feed]:
         """Stop following a worker, or one of its ranks, and forget its blocks at once; gives what was followed."""
@@ -130,92 +166,187 @@ class Feeds:
             self._end(running)
         return [running.feed for running in ending]
 
+    def predict(
+        self,
+        source: Source,
+        token_ids: TokenIds,
+        *,
+        model: str,
+        lora: LoraKey = None,
+        cache_salt: str | None = None,
+        block_size: int | None = None,
+        ttl_s: float | None = None,
+    ) -> bool:
+        """A worker will soon hold a prompt: it counts as held for ``ttl_s``, or until its events say so.
+
+        False when the worker is not followed, serves another model, or its block size is not known.
+        """
+        running = self._running.get(source)
+        size = 0 if running is None else running.feed.block_size or block_size or 0
+        if running is None or running.feed.model != model or not size:
+            self._predictions_refused += 1
+            return False
+        if running.feed.approximate:
+            ttl_s = max(ttl_s or 0.0, self._approximate_ttl_s)
+        predict = partial(
+            self._index.predict,
+            source,
+            token_ids,
+            model=model,
+            tenant=running.feed.tenant,
+            lora=lora,
+            cache_salt=cache_salt,
+            block_size=size,
+            ttl_s=self._predicted_ttl_s if ttl_s is None else ttl_s,
+        )
+        self._predictions += 1
+        if self._gate.closed:
+            self._gate.wait(predict)
+        else:
+            predict()
+        return True
+
+    def saved(self) -> dict[Source, bytes]:
+        """What a snapshot keeps of every feed that publishes, the index's blocks being as of now."""
+        return {
+            source: SavedFeed.of(running.feed, running.following.subscriber.watermark, by_hand=running.by_hand).encode()
+            for source, running in self._running.items()
+            if running.following is not None
+        }
+
+    def restored(self, saved: Mapping[Source, bytes]) -> None:
+        """The index has been restored from a snapshot with what :meth:`saved` gave.
+
+        Its blocks are not matched until their worker is followed and has proved to be the same. Workers that were
+        registered by hand are followed now, the others when the membership tells of them.
+        """
+        for source in self._index.sources():
+            self._index.hide(source)
+            try:
+                self._restored[source] = SavedFeed.decode(saved.get(source, b""))
+            except ValueError:
+                self._index.remove(source)
+        self._restored_until_s = self._clock.monotonic_s() + RESTORED_S
+        for entry in list(self._restored.values()):
+            if entry.by_hand:
+                self.follow(entry.feed(), by_hand=True)
+
+    async def upkeep(self) -> None:
+        """Drop what is over, until cancelled."""
+        while True:
+            await self._clock.sleep(UPKEEP_S)
+            if self._gate.closed:
+                continue
+            self._index.expire()
+            if self._restored and self._clock.monotonic_s() >= self._restored_until_s:
+                for source in list(self._restored):
+                    self._give_up(source)
+            self._tidy()
+
     def feed(self, source: Source) -> Feed | None:
         """What is followed of a source."""
         running = self._running.get(source)
         return None if running is None else running.feed
 
+    def subscribers(self) -> Iterator[tuple[Source, EventSubscriber]]:
+        """The subscriptions, by source."""
+        for source, running in self._running.items():
+            if running.following is not None:
+                yield source, running.following.subscriber
+
+    def dialects(self) -> dict[str, int]:
+        """Events by the dialect they were written in, since the start."""
+        totals = dict(self._ended_dialects)
+        for _, subscriber in self.subscribers():
+            _add(totals, subscriber.dialects)
+        return totals
+
     def describe(self) -> list[dict[str, object]]:
         """Who is followed, and how it goes; with the keys of Dynamo's ``/workers`` among ours."""
-        return [_described(running, self._index.num_held(running.feed.source)) for running in self._running.values()]
+        return [_described(running, self._index.num_held(source)) for source, running in self._running.items()]
 
     def statistics(self) -> dict[str, float]:
         """Sums over all subscriptions, those that are over included."""
         totals: dict[str, float] = dict(self._ended)
-        subscribers = [running.subscriber for running in self._running.values() if running.subscriber is not None]
-        for subscriber in subscribers:
+        followed = [running.following for running in self._running.values() if running.following is not None]
+        for following in followed:
             for name in totals:
-                totals[name] += getattr(subscriber.statistics, name)
+                totals[name] += getattr(following.subscriber.statistics, name)
         return {
-            "feeds": len(subscribers),
-            "feeds_connected": sum(subscriber.connected for subscriber in subscribers),
-            "feeds_approximate": len(self._running) - len(subscribers),
+            "feeds": len(followed),
+            "feeds_connected": sum(following.subscriber.connected for following in followed),
+            "feeds_approximate": len(self._running) - len(followed),
+            "feeds_restored": len(self._restored),
             **{f"feed_{name}": total for name, total in totals.items()},
+            "drift_total": self._ended_drifts + sum(following.drifts_total for following in followed),
+            "drift_checks_total": sum(following.watch.compared_total for following in followed),
+            "predictions_total": self._predictions,
+            "predictions_refused_total": self._predictions_refused,
         }
 
-    async def _run(self, feed: Feed, subscriber: EventSubscriber, scope: anyio.CancelScope) -> None:
-        structlog.contextvars.clear_contextvars()  # those of the request that registered it
+    async def _run(self, following: Following, scope: anyio.CancelScope) -> None:
         with scope:
-            _log.info("following", instance_id=feed.source.instance_id, endpoint=feed.endpoint)
-            try:
-                await subscriber.run(lambda item: self._take(feed, item))
-            except zmq.ZMQError as error:
-                _log.error(
-                    "cannot follow", instance_id=feed.source.instance_id, endpoint=feed.endpoint, error=str(error)
-                )
-
-    def _take(self, feed: Feed, item: Batch | Reset | Disconnected | Connected) -> None:
-        match item:
-            case Batch():
-                self._index.apply(feed.source, item.records.records)
-                if self._observer is not None:
-                    self._observer.applied(feed, item)
-            case Reset():
-                _log.warning("a worker's blocks are read anew", instance_id=feed.source.instance_id, why=item.reason)
-                self._clear(feed)
-            case Disconnected():
-                # It stops, or has died, which the coordinator says. Its blocks come back with the same life of it.
-                _log.info("a worker's event stream broke off", instance_id=feed.source.instance_id)
-                self._index.hide(feed.source)
-            case Connected():
-                self._index.show(feed.source)
-        self._tidy()
-
-    def _clear(self, feed: Feed) -> None:
-        self._index.clear(feed.source)
-        if self._observer is not None:
-            self._observer.cleared(feed)
+            await following.run()
 
     def _gone(self, member: Member) -> None:
         for source, running in list(self._running.items()):
             if source.instance_id == member.instance_id and running.feed.epoch <= member.epoch:
                 self._end(running)
+        for source, entry in list(self._restored.items()):
+            if source.instance_id == member.instance_id and entry.epoch <= member.epoch:
+                self._give_up(source)
+
+    def _take_over(self, feed: Feed) -> Watermark | None:
+        """Where to go on with blocks of a snapshot; those of another life are dropped."""
+        entry = self._restored.pop(feed.source, None)
+        if entry is None:
+            return None
+        resume_from = entry.resume_from()
+        if resume_from is None or entry.feed() != feed:
+            self._index.remove(feed.source)
+            return None
+        return resume_from
+
+    def _give_up(self, source: Source) -> None:
+        del self._restored[source]
+        self._index.remove(source)
 
     def _end(self, running: _Running) -> None:
         running.scope.cancel()
+        if running.following is not None:
+            running.following.end()
         del self._running[running.feed.source]
-        if running.subscriber is not None:
+        if running.following is not None:
+            subscriber = running.following.subscriber
             for name in self._ended:
-                self._ended[name] += getattr(running.subscriber.statistics, name)
+                self._ended[name] += getattr(subscriber.statistics, name)
+            _add(self._ended_dialects, subscriber.dialects)
+            self._ended_drifts += running.following.drifts_total
         self._index.remove(running.feed.source)
-        if self._observer is not None:
+        if self._observer is not None and running.following is not None:
             self._observer.cleared(running.feed)
         self._tidy()
 
     def _tidy(self) -> None:
         """Take what has departed out of the index's trees, a little at a time."""
-        if self._index.reclaimable and not self._tidying:
+        if self._index.reclaimable and not self._tidying and not self._gate.closed:
             self._tidying = True
             self._tasks.start_soon(self._reclaim)
 
     async def _reclaim(self) -> None:
-        while self._index.reclaim():
+        while not self._gate.closed and self._index.reclaim():
             await anyio.lowlevel.checkpoint()
         self._tidying = False
 
 
+def _add(totals: dict[str, int], counts: Mapping[str, int]) -> None:
+    for name, count in counts.items():
+        totals[name] = totals.get(name, 0) + count
+
+
 def _described(running: _Running, blocks: int) -> dict[str, object]:
-    feed, subscriber = running.feed, running.subscriber
+    feed = running.feed
+    subscriber = None if running.following is None else running.following.subscriber
     rank = str(feed.source.dp_rank)
     connected = subscriber is not None and subscriber.connected
     status = "approximate" if subscriber is None else "active" if connected else "pending"

@@ -1,0 +1,180 @@
+"""One publisher that is followed: its subscription, what it delivers, and whether the index agrees with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import anyio
+import structlog
+import zmq
+
+from kvmesh.events.digests import Digest, DigestAnswer, DigestKey, DigestPoller
+from kvmesh.events.feeds.drift import Drift, DriftWatch
+from kvmesh.events.feeds.feed import Feed
+from kvmesh.events.feeds.gate import Gate
+from kvmesh.events.index import PrefixIndex
+from kvmesh.events.items import Batch, Connected, Disconnected, Item, Reset
+from kvmesh.events.keyed import KeyRing
+from kvmesh.events.subscriber import EventSubscriber, Watermark
+from kvmesh.net.clock import Clock
+from kvmesh.net.curve import CurveSecurity
+from kvmesh.telemetry import get_logger
+
+__all__ = ["FeedObserver", "Following"]
+
+_log = get_logger("events.feeds")
+
+
+class FeedObserver(Protocol):
+    """Sees what goes into the index, in order; runs on the event loop and must not wait."""
+
+    def applied(self, feed: Feed, batch: Batch) -> None:
+        """A batch has been taken in."""
+
+    def cleared(self, feed: Feed) -> None:
+        """Everything that the source held is void."""
+
+
+class Following:
+    """Of a feed that publishes.
+
+    Args:
+        feed: what to follow; it has an endpoint.
+        index: to fill; knows the source.
+        context: of the sockets.
+        clock: of rests between repairs.
+        gate: of the index.
+        tidy: called after whatever may have left something to reclaim in the index.
+        observer: sees what goes in.
+        security: keys, where the publisher asks for some.
+        keys: by which keyed events may be read.
+        anti_entropy_interval_s: how often the publisher is asked for its digests; 0: never.
+        resume_from: where a process before this one stood whose blocks the index still has.
+    """
+
+    def __init__(
+        self,
+        feed: Feed,
+        index: PrefixIndex,
+        context: zmq.Context[zmq.Socket[bytes]],
+        clock: Clock,
+        *,
+        gate: Gate,
+        tidy: Callable[[], None],
+        observer: FeedObserver | None = None,
+        security: CurveSecurity | None = None,
+        keys: KeyRing | None = None,
+        anti_entropy_interval_s: float = 0.0,
+        resume_from: Watermark | None = None,
+    ) -> None:
+        assert feed.endpoint is not None, "it publishes"
+        self.feed = feed
+        self.drifts_total = 0
+        self._ended = False
+        self._index = index
+        self._clock = clock
+        self._gate = gate
+        self._tidy = tidy
+        self._observer = observer
+        self.subscriber = EventSubscriber(
+            feed.endpoint,
+            feed.replay_endpoint,
+            context=context,
+            security=security,
+            keys=keys,
+            resume_from=resume_from,
+            with_state=feed.in_mesh,
+        )
+        self.watch = DriftWatch(anti_entropy_interval_s)
+        self._poller: DigestPoller | None = None
+        if anti_entropy_interval_s and feed.replay_endpoint is not None:
+            self._poller = DigestPoller(
+                context, feed.replay_endpoint, self._told, interval_s=anti_entropy_interval_s, security=security
+            )
+
+    async def run(self) -> None:
+        """Follow until cancelled."""
+        structlog.contextvars.clear_contextvars()  # those of the request that registered it
+        feed = self.feed
+        _log.info("following", instance_id=feed.source.instance_id, endpoint=feed.endpoint)
+        try:
+            async with anyio.create_task_group() as tasks:
+                if self._poller is not None:
+                    tasks.start_soon(self._poller.run)
+                await self.subscriber.run(self._take)
+        except* zmq.ZMQError as errors:
+            reason = "; ".join(map(str, errors.exceptions))
+            _log.error("cannot follow", instance_id=feed.source.instance_id, endpoint=feed.endpoint, error=reason)
+
+    def _take(self, item: Item) -> None:
+        if self._gate.closed:
+            self._gate.wait(lambda: self._apply(item))
+        else:
+            self._apply(item)
+
+    def _apply(self, item: Item) -> None:
+        feed = self.feed
+        if self._ended:
+            return
+        match item:
+            case Batch():
+                self._index.apply(feed.source, item.records.records)
+                if self.watch.awaited:
+                    self._judge(self.watch.applied(item.sequence, self._held()))
+                if self._observer is not None:
+                    self._observer.applied(feed, item)
+            case Reset():
+                _log.warning("a worker's blocks are read anew", instance_id=feed.source.instance_id, why=item.reason)
+                self._index.clear(feed.source)
+                self.watch.void()
+                if self._observer is not None:
+                    self._observer.cleared(feed)
+            case Disconnected():
+                # It stops, or has died, which the coordinator says. Its blocks come back with the same life of it.
+                _log.info("a worker's event stream broke off", instance_id=feed.source.instance_id)
+                self._index.hide(feed.source)
+            case Connected():
+                self._index.show(feed.source)
+        self._tidy()
+
+    def end(self) -> None:
+        """What still waits at the gate is of no interest any more."""
+        self._ended = True
+
+    def _told(self, answer: DigestAnswer) -> None:
+        if self.subscriber.connected and not self._gate.closed:
+            self._judge(self.watch.told(answer, (self.subscriber.applied, self._held())))
+
+    def _held(self) -> dict[DigestKey, Digest] | None:
+        digests = self._index.digests(self.feed.source)
+        if digests is None:
+            return None
+        lora, salt = self.feed.lora, self.feed.salt
+        # What the publisher does not name is the feed's own.
+        return {
+            DigestKey(tier, None if scope.lora == lora else scope.lora, None if scope.salt == salt else scope.salt): of
+            for (tier, scope), of in digests.items()
+        }
+
+    def _judge(self, drift: Drift | None) -> None:
+        if drift is None:
+            return
+        self.drifts_total += 1
+        name, rank = self.feed.source
+        repair = self.watch.repair(self._clock.monotonic_s())
+        said = {
+            f"{key.tier.name.lower()}{'' if key.lora is None else f' lora {key.lora}'}": count
+            for key, count in drift.differences.items()
+        }
+        _log.warning(
+            "the index is wrong about a worker",
+            instance_id=name,
+            dp_rank=rank,
+            sequence=drift.sequence,
+            blocks_too_many=said or "a batch is missing",
+            repaired=repair,
+        )
+        if repair:
+            self.watch.void()
+            self.subscriber.resync("the index is wrong about it")
