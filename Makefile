@@ -78,7 +78,7 @@ soak-e2e: $(DEV) ## Run the end-to-end tests with all their cases
 	@KVMESH_SOAK=1 $(BIN)/python -m pytest tests/e2e $(ARGS)
 
 deploy-test: $(DEV) ## Build the images and run the mesh in containers; needs root or a Docker engine
-	@KVMESH_DEPLOY=1 $(BIN)/python -m pytest -s tests/deploy $(ARGS)
+	@KVMESH_DEPLOY=1 $(BIN)/python -m pytest -s tests/deploy/test_*.py $(ARGS)
 
 lint: $(DEV) ## Check style and types
 	@$(BIN)/ruff check .

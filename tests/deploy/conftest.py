@@ -20,9 +20,8 @@ SAFE_MARGIN = 1e-3
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = str(REPOSITORY / "tests" / "deploy")
-    mine = [item for item in items if str(item.path).startswith(here)]
-    for item in mine:
+    here = REPOSITORY / "tests" / "deploy"
+    for item in (item for item in items if item.path.parent == here):
         item.add_marker(pytest.mark.timeout(1800))
         if not os.environ.get("KVMESH_DEPLOY"):
             item.add_marker(pytest.mark.skip(reason="`make deploy-test` runs it"))
