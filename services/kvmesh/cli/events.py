@@ -11,7 +11,6 @@ from kvmesh.cli.errors import UserError
 from kvmesh.cli.events_follow import follow_indexer, follow_mesh, follow_one
 from kvmesh.cli.events_view import EVENT_TYPES, DecodeTokens, EventFilter, Printer
 from kvmesh.cli.target import (
-    add_api_key_flag,
     add_coordinator_flags,
     auth_headers,
     coordinator_url,
@@ -39,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:  # noqa: 
         const=OF_THE_MESH,
         help="the merged stream of an indexer (default: that of the mesh 'up' started)",
     )
-    add_api_key_flag(parser)
     parser.add_argument("--worker", action="append", metavar="ID", help="only this worker; may be repeated")
     parser.add_argument("--type", action="append", choices=EVENT_TYPES, help="only such events; may be repeated")
     parser.add_argument("--model", metavar="NAME", help="only workers of this model")
@@ -80,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         url = indexer_url(None if args.indexer == OF_THE_MESH else args.indexer)
         anyio.run(follow_indexer, url, workers, printer, auth_headers(args), tls_of(args))
     else:
-        anyio.run(follow_mesh, coordinator_url(args), workers, printer, tls_of(args))
+        anyio.run(follow_mesh, coordinator_url(args), workers, printer, auth_headers(args), tls_of(args))
     return 0
 
 

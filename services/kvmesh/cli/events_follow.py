@@ -37,13 +37,13 @@ async def follow_one(endpoint: str, printer: Printer) -> None:
         tasks.start_soon(_follow_worker, endpoint, Stream(endpoint), printer)
 
 
-async def follow_mesh(url: str, workers: frozenset[str], printer: Printer, tls: Tls) -> None:
+async def follow_mesh(url: str, workers: frozenset[str], printer: Printer, headers: dict[str, str], tls: Tls) -> None:
     """Follow the workers that a coordinator knows, or those with these names.
 
     Raises:
         UserError: no coordinator answers.
     """
-    client = CoordinatorClient(url, tls=tls)
+    client = CoordinatorClient(url, headers=headers, tls=tls)
     async with anyio.create_task_group() as tasks:
         followers = _Followers(tasks, workers, printer)
         client.subscribe(followers.hear)

@@ -141,7 +141,7 @@ class Mesh:
     async def _come_up(self) -> None:
         headers = self._api_key_headers()
         timeout_s = self._settings.ready_timeout_s
-        waiting = Waiting(self._plan, self._tls)
+        waiting = Waiting(self._plan, headers, self._tls)
         with anyio.move_on_after(timeout_s) as scope:
             self._step("waiting for " + ", ".join(("indexer", *self._plan.worker_names)))
             await wait_until_ready(waiting, self._progress.up)

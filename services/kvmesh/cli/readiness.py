@@ -31,12 +31,14 @@ class Waiting:
 
     Attributes:
         plan: of the mesh.
+        headers: such as an API key.
         tls: whom to trust behind ``https://``.
         missing: what has not come up yet, by name; the router comes last.
     """
 
-    def __init__(self, plan: MeshPlan, tls: Tls | None = None) -> None:
+    def __init__(self, plan: MeshPlan, headers: dict[str, str] | None = None, tls: Tls | None = None) -> None:
         self.plan = plan
+        self.headers = headers
         self.tls = tls
         self.missing = {"coordinator", "indexer", *plan.worker_names, "router"}
 
@@ -49,7 +51,7 @@ async def wait_until_ready(waiting: Waiting, on_up: Callable[[str], None]) -> No
         on_up: told each name as it comes up.
     """
     plan, missing = waiting.plan, waiting.missing
-    async with HttpClient(timeout_s=2.0, tls=waiting.tls) as http:
+    async with HttpClient(timeout_s=2.0, headers=waiting.headers, tls=waiting.tls) as http:
         while missing - {"router"}:
             found = await _registered(http, plan.coordinator_url)
             if "indexer" in missing and await _answers(http, f"{plan.indexer_url}/health"):
@@ -72,7 +74,7 @@ async def why_not_ready(waiting: Waiting) -> str:
         return f"{', '.join(others)} did not come up"
     if not waiting.missing:
         return ""
-    async with HttpClient(timeout_s=2.0, tls=waiting.tls) as http:
+    async with HttpClient(timeout_s=2.0, headers=waiting.headers, tls=waiting.tls) as http:
         try:
             async with http.open("GET", f"{waiting.plan.url}/ready"):
                 return ""  # it has come up just now

@@ -19,6 +19,7 @@ __all__ = [
     "add_coordinator_flags",
     "add_target_flags",
     "auth_headers",
+    "client_of",
     "coordinator_url",
     "indexer_url",
     "router_url",
@@ -39,8 +40,9 @@ def add_target_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_coordinator_flags(parser: argparse.ArgumentParser) -> None:
-    """``--coordinator`` and those of TLS."""
+    """``--coordinator``, ``--api-key`` and those of TLS."""
     parser.add_argument("--coordinator", metavar="URL", help="coordinator (default: that of the mesh 'up' started)")
+    add_api_key_flag(parser)
     add_tls_flags(parser)
 
 
@@ -67,7 +69,7 @@ def coordinator_url(args: argparse.Namespace) -> str:
     """
     if args.coordinator:
         urls = [_complete(url.strip()) for url in args.coordinator.split(",")]
-        return urls[0] if len(urls) == 1 else anyio.run(_first_that_answers, urls, tls_of(args))
+        return urls[0] if len(urls) == 1 else anyio.run(_first_that_answers, urls, client_of(args))
     state = _running()
     return state.coordinator_url if state is not None else DEFAULT_COORDINATOR_URL
 
@@ -90,6 +92,15 @@ def tls_of(args: argparse.Namespace) -> Tls:
     return tls_from(args, None if named else _running())
 
 
+def client_of(args: argparse.Namespace, timeout_s: float = 5.0) -> HttpClient:
+    """A client with the key and the certificates that the flags name, to be opened.
+
+    Raises:
+        UserError: a file cannot be used.
+    """
+    return HttpClient(timeout_s=timeout_s, headers=auth_headers(args), tls=tls_of(args))
+
+
 def auth_headers(args: argparse.Namespace) -> dict[str, str]:
     """The API key as a header; nothing without one."""
     key = args.api_key or os.environ.get(API_KEY_VARIABLE)
@@ -101,8 +112,8 @@ def _running() -> MeshState | None:
     return state if state is not None and is_running(state.supervisor) else None
 
 
-async def _first_that_answers(urls: list[str], tls: Tls) -> str:
-    async with HttpClient(timeout_s=5.0, tls=tls) as http:
+async def _first_that_answers(urls: list[str], client: HttpClient) -> str:
+    async with client as http:
         for url in urls:
             try:
                 async with http.open("GET", f"{url}/health"):

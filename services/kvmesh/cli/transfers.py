@@ -16,10 +16,9 @@ from rich.text import Text
 from kvmesh.cli.console import table_console
 from kvmesh.cli.errors import UserError
 from kvmesh.cli.reach import explained
-from kvmesh.cli.target import add_coordinator_flags, coordinator_url, tls_of
+from kvmesh.cli.target import add_coordinator_flags, client_of, coordinator_url
 from kvmesh.cli.transfer_table import plain_table, transfer_table
 from kvmesh.net.client import HttpClient, PeerUnreachableError
-from kvmesh.net.tls import Tls
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.transfer import TransferList, TransferRecord, TransferState
 
@@ -49,10 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:  # noqa: 
 
 def run(args: argparse.Namespace) -> int:
     """Show transfers; see :data:`STUCK` for the status."""
-    url, tls = coordinator_url(args), tls_of(args)
+    url, client = coordinator_url(args), client_of(args)
     console = table_console()
     if args.transfer_id is not None:
-        record = anyio.run(_one, url, args.transfer_id, bool(args.coordinator), tls)
+        record = anyio.run(_one, url, args.transfer_id, bool(args.coordinator), client)
         _put(console, record, _sides(record), as_json=args.json)
         return 0
     if args.watch and not args.json:
@@ -60,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
 
         with Live(console=console, auto_refresh=False) as live:
             while True:
-                live.update(_listing(anyio.run(_several, url, args, tls)), refresh=True)
+                live.update(_listing(anyio.run(_several, url, args, client)), refresh=True)
                 time.sleep(WATCH_S)
-    listed = anyio.run(_several, url, args, tls)
+    listed = anyio.run(_several, url, args, client)
     _put(console, listed, _listing(listed), as_json=args.json)
     return STUCK if args.stuck and listed.transfers else 0
 
@@ -74,8 +73,8 @@ def _put(console: Console, data: TransferList | TransferRecord, shown: Renderabl
         console.print(shown)
 
 
-async def _one(url: str, transfer_id: str, given: bool, tls: Tls) -> TransferRecord:
-    async with HttpClient(timeout_s=5.0, tls=tls) as http:
+async def _one(url: str, transfer_id: str, given: bool, client: HttpClient) -> TransferRecord:
+    async with client as http:
         try:
             return await http.call("GET", f"{url}/transfers/{quote(transfer_id, safe='')}", TransferRecord)
         except ApiError as error:
@@ -86,7 +85,7 @@ async def _one(url: str, transfer_id: str, given: bool, tls: Tls) -> TransferRec
             raise await explained(http, error, url, wanted="coordinator", given=given) from error
 
 
-async def _several(url: str, args: argparse.Namespace, tls: Tls) -> TransferList:
+async def _several(url: str, args: argparse.Namespace, client: HttpClient) -> TransferList:
     asked = {
         "state": args.state,
         "open": "1" if args.open else None,
@@ -97,7 +96,7 @@ async def _several(url: str, args: argparse.Namespace, tls: Tls) -> TransferList
         "limit": args.limit,
     }
     query = urlencode({key: value for key, value in asked.items() if value is not None})
-    async with HttpClient(timeout_s=5.0, tls=tls) as http:
+    async with client as http:
         try:
             return await http.call("GET", f"{url}/transfers?{query}", TransferList)
         except (PeerUnreachableError, ApiError, msgspec.DecodeError) as error:

@@ -58,18 +58,22 @@ def plan_mesh(mesh: MeshSettings, *, cluster_secret: str, cpu_count: int) -> Mes
     """
     coordinator = _filled(_with_shared(mesh, mesh.coordinator), lease_s=mesh.lease_s)
     coordinator_url = _url(coordinator)
-    indexer = _filled(_with_shared(mesh, mesh.indexer), coordinator_url=coordinator_url)
+    # A coordinator that asks for keys asks every member.
+    common = {"coordinator_url": coordinator_url}
+    if coordinator.api_keys_file is not None:
+        common["api_keys_file"] = coordinator.api_keys_file
+    indexer = _filled(_with_shared(mesh, mesh.indexer), **common)
     router = _filled(
         # Clients are no services of the mesh: only the router's own section asks them for certificates.
         _filled(mesh.router, tls=mesh.tls.model_copy(update={"client_auth": "none"})),
         **_shared(mesh, RouterSettings),
-        api_keys_file=mesh.api_keys_file,
+        api_keys_file=mesh.api_keys_file or coordinator.api_keys_file,
         coordinator_url=coordinator_url,
         indexer_url=_url(indexer),
         indexer_match_endpoint=indexer.match_endpoint,
     )
     seats = _seats(mesh)
-    told = {"coordinator_url": coordinator_url, "cluster_secret": cluster_secret}
+    told = {**common, "cluster_secret": cluster_secret}
     before = [0, *accumulate(seat.template.dp_size for seat in seats)]  # engines of the workers before each one
     ranks = [seat.template.world_size for seat in seats]
     workers = tuple(

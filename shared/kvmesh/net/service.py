@@ -173,6 +173,7 @@ def _accept_tls(
     assert runner.server is not None, "the runner is set up"
     accepting = TlsListener(listener, runner.server, tls)
     service.metrics.collect_statistics("kvmesh_tls", lambda: {**tls.statistics(), **accepting.statistics()})
+    service.metrics.collect(accepting)
     accepting.start(tasks)
     return accepting
 

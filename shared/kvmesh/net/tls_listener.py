@@ -10,11 +10,14 @@ import asyncio
 import errno
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import anyio
 import msgspec
 from anyio.abc import TaskGroup
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from kvmesh.net.clock import Clock, SystemClock
 from kvmesh.net.tls import Tls
@@ -39,7 +42,7 @@ REASONS = ("plain_http", "no_certificate", "bad_certificate", "timeout", "broken
 _log = get_logger("tls")
 
 
-class TlsListener:
+class TlsListener(Collector):
     """Connections of one listening socket, each handed to a protocol once its handshake is over.
 
     Args:
@@ -62,9 +65,15 @@ class TlsListener:
         self._logged: dict[str, tuple[float, int]] = {}
 
     def statistics(self) -> dict[str, float]:
-        """Handshakes that succeeded, and refusals by reason."""
-        refused = {f"refused_{reason}_total": count for reason, count in self._refused.items()}
-        return {"handshakes_total": self._handshakes, **refused}
+        """Handshakes that succeeded."""
+        return {"handshakes_total": self._handshakes}
+
+    def collect(self) -> Iterable[Metric]:
+        """Refusals by reason; see ``prometheus_client.registry.Collector``."""
+        refused = CounterMetricFamily("kvmesh_tls_refused", "connections that became no TLS ones", labels=["reason"])
+        for reason, count in self._refused.items():
+            refused.add_metric([reason], count)
+        yield refused
 
     def start(self, tasks: TaskGroup) -> None:
         """Begin to accept, in ``tasks``."""

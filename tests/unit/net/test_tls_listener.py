@@ -85,7 +85,7 @@ async def test_a_client_certificate_is_asked_for_where_it_is_required(files: Fil
         assert await ask(url, tls_of(files)) == "kvmesh"
         with pytest.raises(PeerUnreachableError, match="perhaps it asks for a client certificate"):
             await ask(url, trusting(files))
-        assert count(service, "kvmesh_tls_refused_no_certificate_total") >= 1
+        assert count(service, 'kvmesh_tls_refused_total{reason="no_certificate"}') >= 1
         foreign = Tls(
             TlsSettings(cert_file=str(stranger.certificate), key_file=str(stranger.key), ca_file=str(stranger.ca))
         )
@@ -93,7 +93,7 @@ async def test_a_client_certificate_is_asked_for_where_it_is_required(files: Fil
         mixed.load_verify_locations(str(files.ca))
         with pytest.raises(PeerUnreachableError):
             await ask(url, foreign)
-        assert count(service, "kvmesh_tls_refused_bad_certificate_total") >= 1
+        assert count(service, 'kvmesh_tls_refused_total{reason="bad_certificate"}') >= 1
 
 
 async def test_an_optional_certificate_may_be_left_out(files: Files) -> None:
@@ -107,7 +107,7 @@ async def test_a_plain_http_client_is_told_so_at_once(files: Files) -> None:
         with pytest.raises(ApiError, match="speaks TLS; use https://") as caught:
             await ask(url.replace("https", "http"))
         assert (caught.value.status, caught.value.code) == (400, "tls_required")
-        assert count(service, "kvmesh_tls_refused_plain_http_total") == 1
+        assert count(service, 'kvmesh_tls_refused_total{reason="plain_http"}') == 1
 
 
 async def test_clients_say_what_they_dislike(files: Files, stranger: Files) -> None:
@@ -143,7 +143,7 @@ async def test_a_connection_that_says_nothing_is_closed_in_time(files: Files, mo
             with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
                 await stream.receive()
         assert await ask(url, trusting(files)) == "", "others are served meanwhile"
-        assert count(service, "kvmesh_tls_refused_timeout_total") == 2
+        assert count(service, 'kvmesh_tls_refused_total{reason="timeout"}') == 2
 
 
 async def test_noise_is_refused_and_a_bare_connection_is_no_refusal(files: Files) -> None:
@@ -156,7 +156,7 @@ async def test_noise_is_refused_and_a_bare_connection_is_no_refusal(files: Files
                     pass  # an alert may come before the end
         await (await anyio.connect_tcp("127.0.0.1", int(url.rpartition(":")[2]))).aclose()
         assert await ask(url, trusting(files)) == ""
-        assert count(service, "kvmesh_tls_refused_broken_total") == 1
+        assert count(service, 'kvmesh_tls_refused_total{reason="broken"}') == 1
 
 
 async def test_a_service_that_stops_ends_connections_and_waiting_handshakes(files: Files) -> None:
