@@ -17,6 +17,9 @@ ARGS ?=
 BENCH ?= *
 PEERS ?= $(HOME)/.cache/kvmesh-peers
 STORM ?= 2000,4
+DEPLOY_CACHE ?= $(HOME)/.cache/kvmesh-deploy
+K8S_BIN ?= $(DEPLOY_CACHE)/kubernetes
+K8S_IMAGES ?= $(DEPLOY_CACHE)/images.tar
 JOBS ?= 2
 
 BIN := $(VENV)/bin
@@ -33,11 +36,11 @@ NATIVE := $(shell find gpu_kernels -name '*.cpp' -o -name '*.cc' -o -name '*.c' 
 	-o -name '*.hpp' -o -name '*.cuh')
 INSTALLED_FROM := pyproject.toml constraints.txt hatch_build.py gpu_kernels/kvmesh/kernels/build.py $(NATIVE)
 
-.PHONY: help up down test soak-cache soak-modes soak-e2e fault-matrix cancel-storm deploy-test lint bench peers clean venv check
+.PHONY: help up down test soak-cache soak-modes soak-e2e fault-matrix cancel-storm deploy-test k8s-tools k8s-build k8s-images k8s-test reference lint bench peers clean venv check
 
 help: ## Show this help
 	@echo "Targets:"
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
 	@echo "Variables:"
 	@echo "  PYTHON      interpreter for the environment, 3.11 or newer (now: $(or $(PYTHON),none found))"
 	@echo "  VENV        where the environment is (now: $(VENV))"
@@ -50,6 +53,8 @@ help: ## Show this help
 	@echo "  PEERS       where other projects' code is set up (now: $(PEERS))"
 	@echo "  JOBS        processes that run tests at the same time (now: $(JOBS)); 0 runs them in one"
 	@echo "  STORM       streams and rounds of cancel-storm (now: $(STORM))"
+	@echo "  K8S_BIN     folder of the Kubernetes that k8s-test starts (now: $(K8S_BIN))"
+	@echo "  K8S_IMAGES  archive of the images for it (now: $(K8S_IMAGES))"
 	@echo "  BENCH       one benchmark of benchmarks/ instead of all: make bench BENCH=engine"
 
 up: $(ENGINE) ## Set up and start a mesh in the foreground; Ctrl-C stops it
@@ -79,6 +84,27 @@ soak-e2e: $(DEV) ## Run the end-to-end tests with all their cases
 
 deploy-test: $(DEV) ## Build the images and run the mesh in containers; needs root or a Docker engine
 	@KVMESH_DEPLOY=1 $(BIN)/python -m pytest -s tests/deploy/test_*.py $(ARGS)
+
+k8s-tools: $(DEV) ## Fetch Helm, kubectl and Kubernetes' schemas for the tests of the chart
+	@$(BIN)/python k8s/tools/fetch_helm.py $(DEPLOY_CACHE)
+	@[ -x $(DEPLOY_CACHE)/kubernetes-validate/bin/kubernetes-validate ] || { \
+		$(PYTHON) -m venv $(DEPLOY_CACHE)/kubernetes-validate && \
+		$(DEPLOY_CACHE)/kubernetes-validate/bin/python -m pip install --quiet --disable-pip-version-check \
+			kubernetes-validate==1.37.0; }
+
+k8s-build: ## Build the Kubernetes that k8s-test starts, once, into K8S_BIN
+	@nice -n 19 k8s/tools/build-kubernetes.sh $(K8S_BIN)
+
+k8s-images: $(DEV) ## Build the images and save them to K8S_IMAGES for k8s-test
+	@PYTHONPATH=tests/support $(BIN)/python tests/support/kube_images.py $(K8S_IMAGES)
+
+k8s-test: $(DEV) k8s-tools ## Install the chart on a real Kubernetes of this machine and try it; needs root
+	@KVMESH_DEPLOY=1 KVMESH_K8S_TEST=1 KVMESH_K8S_BIN=$(K8S_BIN) KVMESH_IMAGES=$(K8S_IMAGES) \
+		unshare --net $(BIN)/python -m pytest -v tests/deploy/k8s $(ARGS)
+
+reference: $(DEV) ## Write docs/configuration.md and the chart's schema anew from the settings classes
+	@$(BIN)/python -m kvmesh.config.reference >docs/configuration.md
+	@$(BIN)/python k8s/tools/values_schema.py >k8s/chart/values.schema.json
 
 lint: $(DEV) ## Check style and types
 	@$(BIN)/ruff check .
