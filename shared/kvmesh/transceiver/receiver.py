@@ -6,11 +6,8 @@ Messages are handled on the control thread, slow work (attaching, copying, check
 
 from __future__ import annotations
 
-import hmac
 import itertools
-import secrets
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,44 +16,28 @@ from kvmesh.protocol.disagg import HandOff
 from kvmesh.protocol.transfer import (
     Aux,
     CancelSession,
-    Claim,
     HelloReply,
     Refused,
     RequestData,
     ResultAck,
-    Ticket,
     TransferResult,
 )
 from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.arrivals import answer_obstacle
 from kvmesh.transceiver.borders import isolated
-from kvmesh.transceiver.claims import open_address, sign
 from kvmesh.transceiver.handshake import Pairing
 from kvmesh.transceiver.links import Link, Links, LinkState
 from kvmesh.transceiver.local import LocalEngine
+from kvmesh.transceiver.owners import Decline, Owner, Owners
 from kvmesh.transceiver.precancel import PreCancels
 from kvmesh.transceiver.pulling import Pulling
 from kvmesh.transceiver.runs import encode_pages, only_pages
 from kvmesh.transceiver.sessions import ReceiveSession
 from kvmesh.transceiver.states import ReceiveEvent, SessionState, next_receive_status
 from kvmesh.transceiver.table import SessionTable
-from kvmesh.transceiver.tickets import NONCE_BYTES, PromptMismatchError, TicketError, check_endpoint, check_ticket
-from kvmesh.transceiver.types import PageLease, PeerKey, TransferPoll, TransferSize
+from kvmesh.transceiver.types import PageLease, TransferPoll, TransferSize
 
 __all__ = ["ReceiverSide"]
-
-
-CLAIM_MS = 120_000
-"""Life of a claim where transfers have no deadline."""
-
-
-class _Owner(NamedTuple):
-    """Whom a session asks, and with what right."""
-
-    peer: PeerKey
-    endpoint: str
-    token: bytes
-    is_claim: bool = False
 
 
 class ReceiverSide:
@@ -70,6 +51,7 @@ class ReceiverSide:
             engine, "generation", on_ended=self._ended, on_released=self._released
         )
         self.links = Links(engine, on_up=self._link_up, on_down=self._link_down, run_locked=self._run_locked)
+        self._owners = Owners(engine, self._count_refused)
         self._pulling = Pulling(engine, self.table)
         self._precancelled = PreCancels(engine.clock)
         self._numbers = itertools.count(1)
@@ -94,16 +76,8 @@ class ReceiverSide:
             DuplicateTransferError: this transfer is open already; the lease stays the caller's.
             ValueError: the lease or ``first_block`` does not fit the hand-off.
         """
-        ticket = self._accept(transfer_id, handoff)
-        if not hmac.compare_digest(ticket.prompt_digest, prompt_digest):
-            # Else pages of one prompt would become reusable here under the keys of another.
-            with self.table.lock:
-                self.table.counters.refused += 1
-            raise PromptMismatchError(
-                f"the hand-off of transfer {transfer_id} is for another prompt or cache_salt than this request's"
-            )
-        owner = _Owner(PeerKey(ticket.owner_instance_id, ticket.owner_epoch), handoff.control_endpoint, handoff.ticket)
-        return self._open(transfer_id, request_id, owner, lease, first_block, ticket.num_tokens)
+        owner = self._owners.of_handoff(transfer_id, handoff, prompt_digest)
+        return self._open(transfer_id, request_id, owner, lease, first_block)
 
     def open_claimed(
         self,
@@ -122,53 +96,26 @@ class ReceiverSide:
             DuplicateTransferError: this transfer is open already; the lease stays the caller's.
             ValueError: the lease or ``first_block`` does not fit ``num_tokens``.
         """
-        owner = self._claim(transfer_id, address, num_tokens, prompt_digest)
-        return self._open(transfer_id, request_id, owner, lease, first_block, num_tokens)
+        owner = self._owners.of_address(transfer_id, address, num_tokens, prompt_digest)
+        return self._open(transfer_id, request_id, owner, lease, first_block)
 
     def take_aux(self, transfer_id: int) -> Aux | None:
         """What came with a completed generation-first transfer; it is forgotten here."""
         with self.table.lock:
             return self._auxes.pop(transfer_id, None)
 
-    def _claim(self, transfer_id: int, address: bytes, num_tokens: int, prompt_digest: bytes) -> _Owner:
-        engine = self._engine
-        try:
-            where = open_address(engine.addresses, address)
-            check_endpoint(where.control_endpoint)
-        except TicketError:
-            with self.table.lock:
-                self.table.counters.refused += 1
-            raise
-        now_ms = engine.now_unix_ms()
-        expires_ms = engine.times.deadline_unix_ms(now_ms) or now_ms + CLAIM_MS
-        claim = Claim(
-            transfer_id=transfer_id,
-            owner_instance_id=where.instance_id,
-            owner_epoch=where.epoch,
-            receiver_instance_id=engine.key.instance_id,
-            receiver_epoch=engine.key.epoch,
-            num_tokens=num_tokens,
-            prompt_digest=prompt_digest,
-            expires_unix_ms=expires_ms,
-            lifetime_ms=expires_ms - now_ms,
-            nonce=secrets.token_bytes(NONCE_BYTES),
-        )
-        token = sign(engine.claims, claim)
-        return _Owner(PeerKey(where.instance_id, where.epoch), where.control_endpoint, token, is_claim=True)
-
     def _open(
         self,
         transfer_id: int,
         request_id: str,
-        owner: _Owner,
+        owner: Owner,
         lease: PageLease,
         first_block: Sequence[int],
-        num_tokens: int,
     ) -> TransferSize:
         engine = self._engine
         if len(first_block) != engine.num_groups:
             raise ValueError(f"first blocks of {len(first_block)} layer groups for a layout of {engine.num_groups}")
-        pages = engine.leased_pages(lease, num_tokens)
+        pages = engine.leased_pages(lease, owner.num_tokens)
         wanted = [ids[first:] for ids, first in zip(pages, first_block, strict=True)]
         local = [only_pages(ids) for ids in wanted]
         session = ReceiveSession(
@@ -176,7 +123,7 @@ class ReceiverSide:
             request_id=request_id,
             lease=lease,
             started_s=engine.clock.monotonic_s(),
-            num_tokens=num_tokens,
+            num_tokens=owner.num_tokens,
             session=next(self._numbers),
             peer=owner.peer,
             endpoint=owner.endpoint,
@@ -197,7 +144,7 @@ class ReceiverSide:
             self._begin(session, owner)
         return TransferSize(session.num_pages, session.num_bytes)
 
-    def _begin(self, session: ReceiveSession, owner: _Owner) -> None:
+    def _begin(self, session: ReceiveSession, owner: Owner) -> None:
         """Ask at once, or connect first (under the lock). Whatever goes wrong is an end of the session."""
         try:
             if self._precancelled.take(session.transfer_id):
@@ -246,9 +193,7 @@ class ReceiverSide:
         Raises:
             TicketError: 403, as in :meth:`open`.
         """
-        ticket = self._accept(transfer_id, handoff)
-        owner = PeerKey(ticket.owner_instance_id, ticket.owner_epoch)
-        self._decline(owner, ticket.control_endpoint, CancelSession(transfer_id=transfer_id, ticket=handoff.ticket))
+        self._decline(self._owners.decline_handoff(transfer_id, handoff))
 
     def decline_claim(self, transfer_id: int, address: bytes) -> None:
         """Generation first: :meth:`decline` of a prompt that was never asked for.
@@ -256,32 +201,18 @@ class ReceiverSide:
         Raises:
             TicketError: 403, as in :meth:`open_claimed`.
         """
-        owner = self._claim(transfer_id, address, 0, b"")
-        self._decline(owner.peer, owner.endpoint, CancelSession(transfer_id=transfer_id, claim=owner.token))
+        self._decline(self._owners.decline_address(transfer_id, address))
 
-    def _decline(self, owner: PeerKey, endpoint: str, cancel: CancelSession) -> None:
-        if self._engine.fences.is_over(owner):
+    def _decline(self, decline: Decline) -> None:
+        if self._engine.fences.is_over(decline.peer):
             return  # An old ticket must not take the link of whoever has the address by now.
         with self.table.lock:
-            self.links.obtain(endpoint, owner)
-            self._engine.send(endpoint, cancel)
+            self.links.obtain(decline.endpoint, decline.peer)
+            self._engine.send(decline.endpoint, decline.cancel)
 
-    def _accept(self, transfer_id: int, handoff: HandOff) -> Ticket:
-        engine = self._engine
-        try:
-            ticket = engine.tickets.open_ticket(handoff.ticket)
-            check_ticket(ticket, transfer_id=transfer_id, now_unix_ms=engine.now_unix_ms())
-            check_endpoint(ticket.control_endpoint)
-            said = (handoff.control_endpoint, handoff.instance_id, handoff.epoch)
-            if said != (ticket.control_endpoint, ticket.owner_instance_id, ticket.owner_epoch):
-                raise TicketError(
-                    "ticket_mismatch", f"the hand-off of transfer {transfer_id} is not what its ticket says"
-                )
-        except TicketError:
-            with self.table.lock:
-                self.table.counters.refused += 1
-            raise
-        return ticket
+    def _count_refused(self) -> None:
+        with self.table.lock:
+            self.table.counters.refused += 1
 
     def peer_dead(self, instance_id: str, epoch: int, *, certain: bool = True) -> bool:
         """An owner is gone: ``epoch`` and older lives of it answer nothing any more.
