@@ -63,6 +63,7 @@ class OrderedStream:
         resume_from: Watermark | None = None,
         security: CurveSecurity | None = None,
         keys: KeyRing | None = None,
+        with_state: bool = False,
     ) -> None:
         self.deliver: Deliver = _ignore
         self.connected = False
@@ -74,6 +75,7 @@ class OrderedStream:
         self._replay_silence_s = replay_silence_s
         self._security = security
         self._keys = keys
+        self._with_state = with_state
         self._clock = clock or SystemClock()
         self._quarantine = Quarantine(publisher, self._clock)
         self._tracker = SequenceTracker()
@@ -161,19 +163,26 @@ class OrderedStream:
     async def take_live(self, message: KeptBatch) -> None:
         """A message of the stream, after what is missing before it."""
         arrival = self._tracker.arrive(message.sequence)
-        if arrival is Arrival.RESTART:
-            # Or a message that came twice, or late: a replay tells.
-            if not await self._catch_up():
-                self._restarted("the publisher counts anew")
-            self._tracker.see(message.sequence)
-        elif arrival is Arrival.GAP:
-            if not self._tracker.knows_nothing:
-                self.statistics.gaps_total += 1
-            await self._catch_up()
-            if self._tracker.judge(message.sequence) is Arrival.GAP and not self._tracker.knows_nothing:
-                self._lost_batches(message.sequence)  # there is no replay
-            self._tracker.see(message.sequence)
+        if arrival in (Arrival.RESTART, Arrival.GAP) and not await self._belongs(message.sequence, arrival):
+            self.statistics.duplicates_total += 1
+            self._tracker.connect()
+            return
         self._take(message, replayed=False)
+
+    async def _belongs(self, sequence: int, arrival: Arrival) -> bool:
+        """Catch up with what is before a message; False when it turns out to be the last word of an earlier life."""
+        if arrival is Arrival.GAP and not self._tracker.knows_nothing:
+            self.statistics.gaps_total += 1
+        answered = await self._catch_up()
+        if self._tracker.judge(sequence) is Arrival.GAP and not self._tracker.knows_nothing:
+            if answered:
+                return False  # whoever sends a message keeps it, and it is not kept
+            self._lost_batches(sequence)
+        elif arrival is Arrival.RESTART and not answered:
+            # With an answer it was a message that came twice, or late.
+            self._restarted("the publisher counts anew")
+        self._tracker.see(sequence)
+        return True
 
     async def _catch_up(self, *, anew: bool = False) -> bool:
         """Deliver what the publisher keeps beyond what was applied; False when it cannot be asked or falls silent.
@@ -192,7 +201,12 @@ class OrderedStream:
         rebuilding = recognised = anew or self._tracker.knows_nothing
         try:
             async with ReplayRequest(
-                self._context, self._replay_endpoint, start, self._replay_silence_s, security=self._security
+                self._context,
+                self._replay_endpoint,
+                start,
+                self._replay_silence_s,
+                security=self._security,
+                with_state=self._with_state and rebuilding,
             ) as replay:
                 while (message := await replay.next()) is not None:
                     if anew:
