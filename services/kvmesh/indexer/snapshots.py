@@ -107,7 +107,8 @@ class SnapshotFile:
                 _log.warning("the snapshot could not be written", path=str(self._path), error=str(error))
                 return
             finally:
-                temporary.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    temporary.unlink(missing_ok=True)
             self.statistics.snapshots_total += 1
             self.statistics.snapshot_bytes = size
             self.statistics.snapshot_seconds = self._clock.monotonic_s() - started_s
