@@ -16,10 +16,13 @@ from kvmesh.hashing import TokenIds
 from kvmesh.kernels import _native
 from kvmesh.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KeyedBlocksStored, KvEvent
 
-__all__ = ["END_SEQUENCE", "EventEncoding", "PackedTokens", "encode_batch"]
+__all__ = ["END_SEQUENCE", "STATE_REQUEST", "EventEncoding", "PackedTokens", "encode_batch"]
 
 END_SEQUENCE = 2**64 - 1
 """Closes a replay; never the number of a batch."""
+
+STATE_REQUEST = b"state"
+"""In place of the first number of a replay: what the batches before it said comes first, as one batch."""
 
 EventEncoding = Literal["map", "array"]
 
@@ -49,6 +52,10 @@ class PackedTokens(Sequence[int]):
         if isinstance(index, slice):
             return [int(token) for token in self._array[index]]
         return int(self._array[index])
+
+    def part(self, begin: int, end: int) -> PackedTokens:
+        """Some of them, without a copy."""
+        return PackedTokens([self._array[begin:end]])
 
     def pack(self) -> msgspec.Raw:
         """A msgpack array: ids of 2 bytes where all of them fit, else of 4; readers take any width."""

@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 
 import zmq
 
-from kvmesh.events.encoding import END_SEQUENCE
+from kvmesh.events.encoding import END_SEQUENCE, STATE_REQUEST
 from kvmesh.events.polling import readable, receive
 from kvmesh.net.curve import CurveSecurity
 
@@ -38,6 +38,8 @@ class ReplayRequest:
         start: first sequence number wanted.
         silence_s: longest pause between two answers.
         security: keys, where the publisher asks for some.
+        with_state: from the beginning, and first what the batches that are no longer kept said, as one batch; only
+            KVMesh's publishers understand it.
     """
 
     def __init__(
@@ -48,10 +50,11 @@ class ReplayRequest:
         silence_s: float,
         *,
         security: CurveSecurity | None = None,
+        with_state: bool = False,
     ) -> None:
         self._context = context
         self._endpoint = endpoint
-        self._start = start
+        self._request = STATE_REQUEST if with_state else start.to_bytes(8, "big")
         self._silence_s = silence_s
         self._security = security
         self._socket: zmq.Socket[bytes] | None = None
@@ -63,7 +66,7 @@ class ReplayRequest:
         if self._security is not None:
             self._security.apply_client(socket)
         socket.connect(self._endpoint)
-        socket.send_multipart([b"", self._start.to_bytes(8, "big")])
+        socket.send_multipart([b"", self._request])
         return self
 
     async def __aexit__(

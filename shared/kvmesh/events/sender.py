@@ -15,11 +15,12 @@ import zmq
 
 from kvmesh.events.arrears import Arrears
 from kvmesh.events.digests import DIGEST_REQUEST, answer_frames
-from kvmesh.events.encoding import END_SEQUENCE, EventEncoding, encode_batch
+from kvmesh.events.encoding import END_SEQUENCE, STATE_REQUEST, EventEncoding, encode_batch
+from kvmesh.events.live import LiveBlocks
 from kvmesh.events.published import PublishedSet
 from kvmesh.net.faults import FaultInjectedError, fault_point
 from kvmesh.net.zap import ZapServer
-from kvmesh.protocol.events import EventBatch
+from kvmesh.protocol.events import EventBatch, KvEvent
 from kvmesh.telemetry import get_logger
 
 __all__ = ["SHUTDOWN_S", "BatchSender", "PublisherStatistics", "QueuedBatch", "SenderSockets"]
@@ -58,6 +59,12 @@ class QueuedBatch(NamedTuple):
     batch: EventBatch
 
 
+class _Kept(NamedTuple):
+    sequence: int
+    payload: bytes
+    events: list[KvEvent]
+
+
 class SenderSockets(NamedTuple):
     """Bound, and of one context."""
 
@@ -88,7 +95,8 @@ class BatchSender:
         wake: eventfd that is written after that.
         topic: first frame of every message.
         encoding: of the events.
-        buffer_steps: batches kept for replay.
+        data_parallel_rank: told in every batch.
+        buffer_steps: batches kept for replay; what older ones say is kept as far as it still holds.
         published: what digests are answered from.
         statistics: the fields that the thread counts.
     """
@@ -101,6 +109,7 @@ class BatchSender:
         *,
         topic: str,
         encoding: EventEncoding,
+        data_parallel_rank: int | None,
         buffer_steps: int,
         published: PublishedSet | None,
         statistics: PublisherStatistics,
@@ -110,7 +119,12 @@ class BatchSender:
         self._wake = wake
         self._topic = topic.encode()
         self._encoding: EventEncoding = encoding
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
+        self._rank = data_parallel_rank
+        self._buffer_steps = buffer_steps
+        self._kept: deque[_Kept] = deque()
+        self._forgotten = LiveBlocks()
+        self._last_forgotten = -1
+        """Number of the latest batch that is in ``_forgotten``."""
         self._published = published
         self._statistics = statistics
         self._arrears = Arrears()
@@ -157,8 +171,15 @@ class BatchSender:
             except _SEND_ERRORS as error:
                 self._failed(batch, error)
                 continue
-            self._kept.append((sequence, payload))
+            self._keep(_Kept(sequence, payload, batch.events))
             self._statistics.published_total += 1
+
+    def _keep(self, kept: _Kept) -> None:
+        if len(self._kept) == self._buffer_steps:
+            oldest = self._kept.popleft()
+            self._forgotten.apply(oldest.events)
+            self._last_forgotten = oldest.sequence
+        self._kept.append(kept)
 
     def _failed(self, batch: EventBatch, error: Exception) -> None:
         """A hole: readers see it by the number. It is not kept for replays, for nobody could have had it."""
@@ -169,11 +190,14 @@ class BatchSender:
             _log.warning("KV event batches could not be sent", failures=failures, error=str(error))
 
     def _answer(self, replay: zmq.Socket[bytes]) -> None:
-        """One request: ``[client, "", start]``, or ``[client, "", "digest"]``."""
+        """One request: ``[client, "", start]``, ``[client, "", "state"]`` or ``[client, "", "digest"]``."""
         frames = replay.recv_multipart()
         if len(frames) == 3 and not frames[1]:
             if len(frames[2]) == 8:
                 self._replay(replay, frames[0], int.from_bytes(frames[2], "big"))
+                return
+            if frames[2] == STATE_REQUEST:
+                self._replay(replay, frames[0], 0, with_state=True)
                 return
             if frames[2] == DIGEST_REQUEST and self._published is not None:
                 self._tell_digests(replay, frames[0], self._published)
@@ -183,10 +207,14 @@ class BatchSender:
         if malformed & (malformed - 1) == 0:
             _log.warning("malformed replay requests ignored", frames=len(frames), so_far=malformed)
 
-    def _replay(self, replay: zmq.Socket[bytes], client: bytes, first: int) -> None:
+    def _replay(self, replay: zmq.Socket[bytes], client: bytes, first: int, *, with_state: bool = False) -> None:
         self._statistics.replays_total += 1
         try:
-            for sequence, payload in self._kept:
+            if with_state and self._last_forgotten >= 0:
+                batch = EventBatch(time.time(), list(self._forgotten.events()), self._rank)
+                state = [self._last_forgotten.to_bytes(8, "big"), encode_batch(batch, self._encoding)]
+                replay.send_multipart([client, b"", self._topic, *state], zmq.NOBLOCK)
+            for sequence, payload, _ in self._kept:
                 if sequence >= first:
                     frames = [client, b"", self._topic, sequence.to_bytes(8, "big"), payload]
                     replay.send_multipart(frames, zmq.NOBLOCK)

@@ -61,6 +61,7 @@ class EventSubscriber:
             there if the publisher still has that batch and can prove it, else the reader hears :class:`Reset` first.
         security: keys, where the publisher asks for some.
         keys: by which keyed events may be read.
+        with_state: the publisher is one of KVMesh, and is asked for the state of what it no longer keeps, too.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class EventSubscriber:
         resume_from: Watermark | None = None,
         security: CurveSecurity | None = None,
         keys: KeyRing | None = None,
+        with_state: bool = False,
     ) -> None:
         self.endpoint = endpoint
         self.replay_endpoint = replay_endpoint
@@ -90,6 +92,7 @@ class EventSubscriber:
             resume_from=resume_from,
             security=security,
             keys=keys,
+            with_state=with_state,
         )
         self._security = security
         self._refused_total = 0

@@ -3,7 +3,8 @@
 A cache without pages makes random but legal calls: chains of full blocks, partial leaves, blocks that their pages do
 not cover, moves between three levels, new priorities, removals of subtrees, in a full and a windowed layer group. The
 index reads the stream and must hold in each tier exactly what was told. The digests of what is published are the plain
-sums over it, in every tier and scope, whether its batches arrive or not.
+sums over it, in every tier and scope, whether its batches arrive or not. And what remains of batches that a publisher
+no longer keeps makes the same index.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvmesh.events.digests import Digest, DigestKey, digest_of
 from kvmesh.events.encoding import EventEncoding, encode_batch
 from kvmesh.events.index import PrefixIndex
 from kvmesh.events.index.scope import Source
+from kvmesh.events.live import LiveBlocks
 from kvmesh.events.published import NOTHING_PUBLISHED, PublishedSet
 from kvmesh.events.records import Tier
 from kvmesh.events.sink import StreamSink
@@ -63,6 +65,7 @@ class Cache(RuleBasedStateMachine):
         assert self.published.answer() == (NOTHING_PUBLISHED, {})
         self.scopes: dict[int, ReuseScope] = {}
         self.sequence = 0
+        self.forgotten = LiveBlocks()
         self.index = PrefixIndex()
         self.index.add(SOURCE, model="m")
         layers = tuple(
@@ -171,6 +174,18 @@ class Cache(RuleBasedStateMachine):
         batch = decode_batch(encode_batch(EventBatch(0.0, events, 0), self.encoding))
         assert not batch.rejected
         self.index.apply(SOURCE, batch.records)
+        self.forgotten.apply(events)
+        assert len(self.forgotten) == len(self.events.stream.media)
+        if self.sequence % 4 == 0:
+            self.check_latecomer()
+
+    def check_latecomer(self) -> None:
+        state = decode_batch(encode_batch(EventBatch(0.0, list(self.forgotten.events()), 0), self.encoding))
+        latecomer = PrefixIndex()
+        latecomer.add(SOURCE, model="m")
+        latecomer.apply(SOURCE, state.records)
+        assert set(latecomer.dump(SOURCE)) == set(self.index.dump(SOURCE))
+        assert not latecomer.statistics().orphan_blocks_total
         held: dict[Tier, int] = dict.fromkeys(Tier, 0)
         for block in self.index.dump(SOURCE):
             held[block.tier] += 1

@@ -21,6 +21,7 @@ from kvmesh.events.encoding import EventEncoding, encode_batch
 from kvmesh.events.index import PrefixIndex, Source
 from kvmesh.events.keyed import KeyRing, StreamKey, disguised, generate_key, keyed_salt
 from kvmesh.events.keyed_lookup import KeyedLookup, lookup_of
+from kvmesh.events.live import LiveBlocks
 from kvmesh.events.published import PublishedSet
 from kvmesh.events.records import Stored, Tier
 from kvmesh.events.sink import StreamSink
@@ -279,3 +280,21 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
         KeyRing.load(file, "events.key_file")
     with pytest.raises(ConfigError, match="No such file"):
         KeyRing.load(tmp_path / "missing", "events.key_file")
+
+
+def test_the_state_of_forgotten_batches_is_keyed_too() -> None:
+    sink, live = StreamSink(SIZE, key=KEY), LiveBlocks()
+    sink.on_created(("gpu", "host"), [(9, 9)])
+    keys = tell(sink, TOKENS.tolist())
+    sink.on_moved(0, keys[1:2], 0, 1)
+    sink.on_removed(0, keys[2:], 0)
+    live.apply(sink.take())
+    index = PrefixIndex()
+    index.add(Source("w"), model="m")
+    batch = decode_batch(encoded(list(live.events())), KeyRing([KEY]))
+    assert not batch.rejected
+    index.apply(Source("w"), batch.records)
+    ring = KeyRing([KEY])
+    ring.expect(SIZE)
+    [match] = KeyedLookup(index, ring).match(TOKENS, model="m")
+    assert (match.device_tokens, match.host_tokens) == (SIZE, 2 * SIZE)

@@ -526,3 +526,38 @@ def test_a_topic_is_text() -> None:
         subscribe(socket, publisher)
         publisher.publish([stored(1)])
         assert socket.recv_multipart()[0].decode() == "kv-ü", "the configured topic wins"
+
+
+def test_a_reader_may_have_the_state_of_what_is_no_longer_kept() -> None:
+    """One batch with the number of the last one that is forgotten; it clears everything, so it is right for anybody."""
+    with publishing(buffer_steps=2, topic="t") as publisher:
+        with reader(zmq.DEALER, publisher.replay_endpoint) as socket:
+            socket.send_multipart([b"", b"state"])
+            assert socket.recv_multipart() == [b"", b"", b"\xff" * 8, b""], "nothing is forgotten"
+        publisher.publish([stored(1, 2, 3)])
+        publisher.publish([BlockRemoved(block_hashes=[3]), stored(4)])
+        publisher.publish([BlockRemoved(block_hashes=[4]), BlockStored(**MOVED), BlockRemoved(block_hashes=[2])])
+        publisher.publish([stored(5)])
+        publisher.publish([BlockRemoved(block_hashes=[5])])
+        drained(publisher, 5)
+        assert replay(publisher, 0) == [3, 4, -1], "who does not ask for it is answered as ever"
+        with reader(zmq.DEALER, publisher.replay_endpoint) as socket:
+            socket.send_multipart([b"", b"state"])
+            messages = [socket.recv_multipart() for _ in range(4)]
+    numbers = [int.from_bytes(sequence, "big", signed=True) for _, _, sequence, _ in messages]
+    assert numbers == [2, 3, 4, -1]
+    assert messages[0][:2] == [b"", b"t"]
+    _, [cleared, device, host], rank = msgspec.msgpack.decode(messages[0][3])
+    assert rank == 0
+    assert cleared == {"type": "AllBlocksCleared"}
+    assert (device["block_hashes"], device["parent_block_hash"], device["token_ids"]) == ([1], None, [1])
+    assert (host["block_hashes"], host["parent_block_hash"], host["medium"], host["token_ids"]) == ([2], 1, "CPU", [2])
+
+
+MOVED: dict[str, Any] = {
+    "block_hashes": [2],
+    "parent_block_hash": None,
+    "token_ids": [],
+    "block_size": 1,
+    "medium": "CPU",
+}
