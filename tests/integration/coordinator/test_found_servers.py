@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import anyio
 import pytest
 from aiohttp import web
+from fake_worker import FakeWorker
 from waiting import until
 
 from kvmesh.config import ConfigError, CoordinatorSettings
@@ -18,45 +19,12 @@ from kvmesh.coordinator.main import build
 from kvmesh.net.auth import ApiKeys
 from kvmesh.net.client import HttpClient
 from kvmesh.net.discovery import CoordinatorClient
-from kvmesh.net.http import api_key_middleware, json_response
+from kvmesh.net.http import json_response
 from kvmesh.net.service import Health, Service, serving
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.members import Member, MemberList
-from kvmesh.protocol.version import PROTOCOL_VERSION
 
 T = TypeVar("T")
-
-
-class FakeWorker(Service):
-    """A server that says what a worker says of itself."""
-
-    def __init__(self, instance_id: str = "context-0", keys: ApiKeys | None = None, **fields: Any) -> None:
-        super().__init__("context", middleware=[api_key_middleware(keys or ApiKeys())], drain_s=0.1)
-        self.well = Health(True)
-        self.running = 1
-        self.info = {
-            "instance_id": instance_id,
-            "epoch": 5,
-            "role": "context",
-            "dialect": "kvmesh",
-            "protocol": PROTOCOL_VERSION,
-            "model": "tiny",
-            "compat_digest": "d",
-            "dp_size": 2,
-            "tensor_parallel_size": 2,
-            **fields,
-        }
-        self.app.router.add_get("/server_info", self._info)
-        self.app.router.add_get("/stats", self._stats)
-
-    def health(self) -> Health:
-        return self.well
-
-    async def _info(self, _request: web.Request) -> web.Response:
-        return json_response(self.info)
-
-    async def _stats(self, _request: web.Request) -> web.Response:
-        return json_response({"running": self.running, "pages_total": 7, "iteration": 3})
 
 
 class FakeVllm(Service):
