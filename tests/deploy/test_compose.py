@@ -28,7 +28,7 @@ Tell = Callable[[str, float], None]
 Items = list[dict[str, Any]]
 
 SERVICES = {"router", "coordinator", "indexer", "etcd", "memory", "context", "generation"}
-LEASE_S = 5.0
+LEASE_S = 10.0
 
 
 def wait_for_members(mesh: Project, context: int, generation: int, timeout_s: float = 60.0) -> float:
