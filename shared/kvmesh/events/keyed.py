@@ -31,6 +31,7 @@ __all__ = [
     "StreamKey",
     "disguised",
     "generate_key",
+    "is_readable",
     "keyed_salt",
 ]
 
@@ -144,6 +145,13 @@ class KeyRing:
 def keyed_salt(key_id: str) -> str:
     """Stands where a salt would, for everything that is named by one key."""
     return KEYED_SALT_PREFIX + key_id
+
+
+def is_readable(salt: str | None, keys: KeyRing | None) -> bool:
+    """Whether what is told under a salt can be read: it is not keyed, or its key is known."""
+    if salt is None or not salt.startswith(KEYED_SALT_PREFIX):
+        return True
+    return keys is not None and salt.removeprefix(KEYED_SALT_PREFIX) in keys
 
 
 def disguised(names: NDArray[np.uint64], block_size: int) -> TokenIds:

@@ -120,7 +120,7 @@ async def test_the_router_asks_with_its_key_and_nobody_asks_without(security: Cu
     index.apply(source, [])
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     zap = ZapServer(context, security)
-    server = MatchServer(index, LOOPBACK, security=security)
+    server = MatchServer(index, LOOPBACK, on_routed=lambda *_: None, security=security)
     server.bind(context)
     try:
         async with running(zap.serve), running(server.serve):

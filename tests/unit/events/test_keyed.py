@@ -19,7 +19,7 @@ from kvmesh.events.decoding import decode_batch
 from kvmesh.events.digests import DigestKey, digest_of
 from kvmesh.events.encoding import EventEncoding, encode_batch
 from kvmesh.events.index import PrefixIndex, Source
-from kvmesh.events.keyed import KeyRing, StreamKey, disguised, generate_key, keyed_salt
+from kvmesh.events.keyed import KeyRing, StreamKey, disguised, generate_key, is_readable, keyed_salt
 from kvmesh.events.keyed_lookup import KeyedLookup, lookup_of
 from kvmesh.events.live import LiveBlocks
 from kvmesh.events.published import PublishedSet
@@ -298,3 +298,11 @@ def test_the_state_of_forgotten_batches_is_keyed_too() -> None:
     ring.expect(SIZE)
     [match] = KeyedLookup(index, ring).match(TOKENS, model="m")
     assert (match.device_tokens, match.host_tokens) == (SIZE, 2 * SIZE)
+
+
+def test_what_is_readable() -> None:
+    ring = KeyRing([KEY])
+    assert all(is_readable(salt, keys) for salt in (None, "", "5") for keys in (None, ring))
+    assert is_readable(KEY.salt, ring)
+    assert not is_readable(KEY.salt, None)
+    assert not is_readable(StreamKey(bytes(32)).salt, ring)

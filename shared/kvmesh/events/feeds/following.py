@@ -15,7 +15,7 @@ from kvmesh.events.feeds.feed import Feed
 from kvmesh.events.feeds.gate import Gate
 from kvmesh.events.index import PrefixIndex
 from kvmesh.events.items import Batch, Connected, Disconnected, Item, Reset
-from kvmesh.events.keyed import KeyRing
+from kvmesh.events.keyed import KeyRing, is_readable
 from kvmesh.events.subscriber import EventSubscriber, Watermark
 from kvmesh.net.clock import Clock
 from kvmesh.net.curve import CurveSecurity
@@ -76,6 +76,7 @@ class Following:
         self._clock = clock
         self._gate = gate
         self._tidy = tidy
+        self._keys = keys
         self._observer = observer
         self.subscriber = EventSubscriber(
             feed.endpoint,
@@ -144,6 +145,9 @@ class Following:
 
     def _told(self, answer: DigestAnswer) -> None:
         if self.subscriber.connected and not self._gate.closed:
+            # Without its key a keyed block is not held, and that is no drift.
+            digests = {key: of for key, of in answer.digests.items() if is_readable(key.salt, self._keys)}
+            answer = answer._replace(digests=digests)
             self._judge(self.watch.told(answer, (self.subscriber.applied, self._held())))
 
     def _held(self) -> dict[DigestKey, Digest] | None:
