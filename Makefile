@@ -67,8 +67,8 @@ down: ## Stop the mesh that runs in the background
 test: $(DEV) ## Set up and run the tests
 	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-soak-cache: $(DEV) ## Run the random test of the KV cache, a million steps instead of 20 000
-	@KVMESH_SOAK=50 $(BIN)/python -m pytest tests/unit/cache/test_model.py $(ARGS)
+soak-cache: $(DEV) ## Run the random test of the KV cache, a million steps instead of 10 000
+	@KVMESH_SOAK=100 $(BIN)/python -m pytest tests/unit/cache/test_model.py $(ARGS)
 
 soak-modes: $(DEV) ## Run every mode of the KV cache on every architecture instead of on one
 	@KVMESH_SOAK=3 $(BIN)/python -m pytest tests/integration/engine/cache $(ARGS)

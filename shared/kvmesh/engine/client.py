@@ -110,8 +110,8 @@ class EngineClient:
             socket = context.socket(zmq.PAIR)
             socket.set_hwm(0)
             socket.linger = 0
-            socket.bind(endpoint)
             try:
+                socket.bind(endpoint)
                 epoch = new_epoch() if epoch is None else epoch
                 numbers = (epoch, os.getpid(), *seat)
                 try:

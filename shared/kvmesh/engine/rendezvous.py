@@ -16,6 +16,9 @@ __all__ = ["private_directory", "rendezvous", "sweep"]
 
 _PREFIX = "kvmesh-engine-"
 
+MAX_PARENT_BYTES = 60
+"""A socket's path has at most 107 bytes, of which ours take up to 45."""
+
 
 @contextmanager
 def rendezvous() -> Iterator[str]:
@@ -26,9 +29,15 @@ def rendezvous() -> Iterator[str]:
 
 @contextmanager
 def private_directory() -> Iterator[Path]:
-    """A directory that nobody else can read; it goes with this process, or is swept when that was killed."""
-    sweep(Path(tempfile.gettempdir()))
-    with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-") as directory:
+    """A directory that nobody else can read; it goes with this process, or is swept when that was killed.
+
+    It is in the directory for temporary files, or in ``/tmp`` where that one's name is too long for sockets.
+    """
+    parent = Path(tempfile.gettempdir())
+    if len(os.fsencode(parent)) > MAX_PARENT_BYTES:
+        parent = Path("/tmp")  # noqa: S108 - only this user can read the directory that is made in it
+    sweep(parent)
+    with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent) as directory:
         yield Path(directory)
 
 

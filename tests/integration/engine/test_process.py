@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -182,16 +183,15 @@ async def test_drain_finishes_what_runs_and_refuses_what_is_new(
         assert not client.alive
 
 
-async def test_nothing_is_left_behind(
-    settings: WorkerSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    async with EngineClient.launch(settings) as client:
-        pid = client.ready.pid
-        assert len(entries(tmp_path)) == 1
-    assert not psutil.pid_exists(pid)
-    assert entries(tmp_path) == []
+async def test_nothing_is_left_behind(settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as directory:  # pytest's have names that are too long for sockets
+        monkeypatch.setenv("TMPDIR", directory)
+        monkeypatch.setattr("tempfile.tempdir", None)
+        async with EngineClient.launch(settings) as client:
+            pid = client.ready.pid
+            assert len(entries(Path(directory))) == 1
+        assert not psutil.pid_exists(pid)
+        assert entries(Path(directory)) == []
 
 
 async def test_an_error_in_the_block_comes_out_as_it_is(settings: WorkerSettings) -> None:

@@ -45,7 +45,7 @@ BLOCK = 4
 BUDGET = 1 << 22
 
 SOAK = int(os.environ.get("KVMESH_SOAK", "1"))
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400 * SOAK)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600 * SOAK)]
 
 SCOPES = (ReuseScope(), ReuseScope(salt=1), ReuseScope(lora_id=1))
 LAYOUTS: tuple[tuple[tuple[int | None, int], ...], ...] = (
@@ -739,7 +739,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 CacheMachine.TestCase.settings = settings(
-    max_examples=400 * SOAK,
+    max_examples=200 * SOAK,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),
