@@ -2,6 +2,7 @@
 
 A DEALER socket carries many questions at a time. A question that is not answered within ``timeout_s`` counts as "nobody
 holds anything", and after a few of those in a row the indexer is left alone for a while, then tried with one question.
+Without a connection there is no wait either, and no rest: the first question after it is back is asked.
 """
 
 from __future__ import annotations
@@ -157,7 +158,6 @@ class MatchClient(Matcher):
             cache_salt=cache_salt,
         )
         if not self._send([self._encoder.encode(question)]):
-            self._failed()
             return Matches("unreachable")
         self._trying = self._failures >= FAILURES_TO_REST
         pending = self._pending[question.id] = _Pending()

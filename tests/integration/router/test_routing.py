@@ -155,7 +155,7 @@ async def test_a_dead_indexer_disturbs_nothing(mesh: Mesh) -> None:
                 status, answer = await m.post("/v1/chat/completions", CHAT)
                 assert status == 200
         explanation = await explained(m, answer["id"])
-        assert explanation["sequences"][0]["match_state"] == "resting"
+        assert explanation["sequences"][0]["match_state"] == "unreachable"
 
 
 async def test_a_silent_indexer_costs_its_bound_and_then_nothing(mesh: Mesh) -> None:
