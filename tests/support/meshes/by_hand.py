@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import ssl
 import sys
 import tempfile
 from pathlib import Path
@@ -32,7 +33,10 @@ class Mesh:
     Attributes:
         temp: the ``TMPDIR`` of all of them; empty again once they have ended.
         logs: one log file a service.
+        context: of requests to its services, where they speak TLS.
     """
+
+    context: ssl.SSLContext | None = None
 
     def __init__(self, **env: str) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="kvm-", dir="/tmp"))
@@ -58,6 +62,7 @@ class Mesh:
         config.write_text(yaml.safe_dump({"log_format": "json", **settings}))
         argv = [sys.executable, "-m", "kvmesh.cli.main", command, "--config", str(config)]
         process = self.processes[name] = self.spawn(name, argv, {**self.env, **env})
+        process.context = self.context
         return process
 
     def spawn(self, name: str, argv: list[str], env: dict[str, str]) -> Process:
@@ -107,7 +112,8 @@ class Mesh:
         )
 
     def wait_ready(self) -> None:
-        until(lambda: request(f"{self['router'].url}/ready")[0] == 200, "the router is ready")
+        router = self["router"]
+        until(lambda: request(f"{router.url}/ready", context=router.context)[0] == 200, "the router is ready")
 
     def workers(self) -> list[Process]:
         return [process for name, process in self.processes.items() if name.startswith(("context", "gen", "worker"))]

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import time
 import urllib.error
@@ -55,12 +56,13 @@ def request(
     body: dict[str, Any] | bytes | None = None,
     timeout_s: float = 60.0,
     headers: dict[str, str] | None = None,
+    context: ssl.SSLContext | None = None,
 ) -> tuple[int, bytes]:
     """Status and body; status 0 when there is no connection or it broke."""
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     asked = urllib.request.Request(url, data, {"Content-Type": "application/json", **(headers or {})})
     try:
-        with urllib.request.urlopen(asked, timeout=timeout_s) as response:
+        with urllib.request.urlopen(asked, timeout=timeout_s, context=context) as response:
             return response.status, response.read()
     except urllib.error.HTTPError as error:
         with error:
@@ -70,7 +72,13 @@ def request(
 
 
 class Process:
-    """One service of a mesh."""
+    """One service of a mesh.
+
+    Attributes:
+        context: of requests to one that speaks TLS.
+    """
+
+    context: ssl.SSLContext | None = None
 
     def __init__(self, name: str, argv: list[str], env: dict[str, str], directory: Path) -> None:
         self.name = name
@@ -118,7 +126,7 @@ class Process:
         return self.url
 
     def get(self, path: str) -> Any:
-        status, body = request(self.url + path)
+        status, body = request(self.url + path, context=self.context)
         assert status == 200, f"{self.name}{path}: {status} {body!r}"
         return json.loads(body)
 
@@ -126,7 +134,7 @@ class Process:
         self, path: str, body: dict[str, Any], timeout_s: float = 60.0, headers: dict[str, str] | None = None
     ) -> tuple[int, Any]:
         """Status and decoded body; an event stream is the list of its ``data`` lines."""
-        status, data = request(self.url + path, body, timeout_s, headers)
+        status, data = request(self.url + path, body, timeout_s, headers, self.context)
         if status == 200 and body.get("stream"):
             return status, [line.removeprefix("data: ") for line in data.decode().splitlines() if line]
         return status, json.loads(data)
@@ -153,7 +161,7 @@ class Process:
 
     def metrics(self) -> dict[str, float]:
         """Prometheus samples by name with labels."""
-        text = request(f"{self.url}/metrics")[1].decode()
+        text = request(f"{self.url}/metrics", context=self.context)[1].decode()
         return {name + labels: float(value) for name, labels, value in SAMPLE.findall(text)}
 
     def terminate(self) -> None:
