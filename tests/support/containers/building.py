@@ -16,7 +16,7 @@ from containers.engine import CACHE, REPOSITORY, run
 __all__ = ["build_environment"]
 
 PUBLIC_TORCH = "https://download.pytorch.org/whl/cpu"
-TORCH_PORT = 43117
+TORCH_PORT = 18999
 """Part of a build argument, and so of what a layer is recognised by: the same each time, where it is free."""
 
 
