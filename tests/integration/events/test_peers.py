@@ -7,12 +7,15 @@ is one that the peer itself gave.
 from __future__ import annotations
 
 import http.client
+import http.server
 import json
 import random
 import socket
 import subprocess
+import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import anyio
@@ -259,27 +262,43 @@ def prefix_hash(chain: tuple[int, ...]) -> int:
     return int(sequence_hashes(local_hashes(np.array(tokens(chain), np.int32), BLOCK))[-1])
 
 
+def free_ports(count: int) -> list[int]:
+    """For peers that cannot be told to choose a port themselves."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
 @contextmanager
-def dynamo_indexer() -> Iterator[Callable[..., Any]]:
-    """``python -m dynamo.indexer``, and a function that calls it."""
-    with socket.socket() as probe:  # it cannot be told to choose a port itself
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [peer_python("dyn"), "-m", "dynamo.indexer", "--port", str(port), "--threads", "1"]
-    process = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def http_peer(*command: object) -> Iterator[Callable[..., Any]]:
+    """A process that serves HTTP at the port put in for ``{0}``, and a function that calls it."""
+    ports = free_ports(2)
+    words = [str(word).format(*ports) for word in command]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def call(method: str, path: str, body: object = None) -> Any:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", ports[0], timeout=10)
         try:
             connection.request(method, path, json.dumps(body), {"content-type": "application/json"})
             answer = connection.getresponse()
             text = answer.read()
             assert answer.status < 300, text
-            return json.loads(text) if text else None
+            return json.loads(text) if text.startswith((b"{", b"[")) else text
         finally:
             connection.close()
 
     try:
+        deadline_s = time.monotonic() + 60
+        while True:
+            try:
+                call("GET", "/health")
+                break
+            except (OSError, AssertionError):
+                assert process.poll() is None, f"{words[0]} has ended"
+                assert time.monotonic() < deadline_s, f"{words[0]} does not answer"
+                time.sleep(0.1)
         yield call
     finally:
         process.terminate()
@@ -298,14 +317,7 @@ async def test_dynamos_indexer_gives_the_scores_of_our_index(encoding: Any) -> N
     publisher = ZmqPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", encoding=encoding)
     publisher.start()
     try:
-        with dynamo_indexer() as call:
-            with anyio.fail_after(30):
-                while True:
-                    try:
-                        await anyio.to_thread.run_sync(call, "GET", "/health")
-                        break
-                    except OSError:
-                        await anyio.sleep(0.1)
+        with http_peer(peer_python("dyn"), "-m", "dynamo.indexer", "--port", "{0}", "--threads", "1") as call:
             for _ in range(20):  # before anybody listens: only a replay has it
                 publisher.publish(engine.step())
             registration = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
@@ -397,3 +409,93 @@ def test_dynamo_names_blocks_as_we_do(eagle: bool) -> None:
         ours = local_hashes(ids, BLOCK)
     with JsonProcess(peer_python("dyn"), PEER_SCRIPTS / "dynamo_tree.py") as dynamo:
         assert dynamo.ask(hash=ids.tolist(), block_size=BLOCK, eagle=eagle) == ours.tolist()
+
+
+class Backend:
+    """An HTTP server that is fine and answers every completion with its name."""
+
+    def __init__(self, name: str) -> None:
+        answer = {"id": "x", "object": "text_completion", "model": "m", "choices": [{"index": 0, "text": name}]}
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self.rfile.read(int(self.headers.get("content-length") or 0))
+                body = json.dumps(answer).encode()
+                self.send_response(200)
+                self.send_header("content-type", "application/json")
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def do_POST(self) -> None:
+                self.do_GET()
+
+            def log_message(self, *_args: object) -> None:
+                """Nothing is logged."""
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5)
+
+
+@needs_peer("vllmr")
+def test_vllms_router_goes_by_our_events() -> None:
+    """It subscribes to our publishers, has replayed what it missed, and sends each prompt where its blocks are."""
+    block = 16
+    names = ["a", "b", "c"]
+    prompts_of = {name: [1000 * at + token for token in range(block * 8)] for at, name in enumerate(names)}
+    with ExitStack() as stack:
+        backends = {name: Backend(name) for name in names}
+        publishers = {name: ZmqPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*") for name in names}
+        for name in names:
+            stack.callback(backends[name].close)
+            stack.callback(publishers[name].shutdown)
+            publishers[name].start()
+
+        def publish(name: str, first_hash: int, token_ids: list[int]) -> None:
+            hashes = list(range(first_hash, first_hash + len(token_ids) // block))
+            stored = BlockStored(block_hashes=hashes, parent_block_hash=None, token_ids=token_ids, block_size=block)
+            publishers[name].publish([stored])
+
+        for name in names:  # before the router is there
+            publish(name, 1, prompts_of[name])
+        command = [peer_python("vllmr").with_name("vllm-router"), "--host", "127.0.0.1", "--policy", "kv_aware"]
+        command += [
+            "--port",
+            "{0}",
+            "--prometheus-port",
+            "{1}",
+            "--kv-event-block-size",
+            block,
+            "--kv-event-model",
+            "m",
+        ]
+        command += ["--worker-urls", *(backend.url for backend in backends.values())]
+        for name in names:
+            command += ["--kv-event-source", f"{backends[name].url}={publishers[name].endpoint}"]
+        for name in names:
+            command += ["--kv-event-replay-source", f"{backends[name].url}={publishers[name].replay_endpoint}"]
+        call = stack.enter_context(http_peer(*command))
+        deadline_s = time.monotonic() + 30
+        while (sent := [(name, _completion(call, prompts_of[name])) for name in (*names, *reversed(names))]) and any(
+            name != answered for name, answered in sent
+        ):
+            assert time.monotonic() < deadline_s, sent
+            for name in names:  # what shows it the gap
+                publish(name, 100, [7] * block)
+            time.sleep(0.1)
+        order = random.Random(1).choices(names, k=30)
+        assert [_completion(call, [*prompts_of[name], at]) for at, name in enumerate(order)] == order
+
+
+def _completion(call: Callable[..., Any], prompt: list[int]) -> str:
+    return call("POST", "/v1/completions", {"model": "m", "prompt": prompt, "max_tokens": 1})["choices"][0]["text"]
