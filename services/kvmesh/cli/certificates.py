@@ -7,7 +7,7 @@ import ipaddress
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvmesh.cli.errors import UserError
 
@@ -41,9 +41,10 @@ def make_certificate(
     stem: str = "tls",
     days: float = 365,
     common_name: str = "kvmesh",
+    purposes: tuple[Literal["server", "client"], ...] = ("server", "client"),
     now: dt.datetime | None = None,
 ) -> Files:
-    """One certificate, for servers and clients alike, signed by the authority in ``directory``; made first if missing.
+    """One certificate, signed by the authority in ``directory``; made first if missing.
 
     Files that exist already are replaced in one step each, the key before its certificate: services that read them
     again notice the pair once it is whole.
@@ -54,6 +55,7 @@ def make_certificate(
         stem: of the two file names.
         days: how long it is valid.
         common_name: subject of the certificate.
+        purposes: what it is for.
         now: when it is made.
 
     Raises:
@@ -70,7 +72,7 @@ def make_certificate(
         authority, authority_key = _authority(files, now)
         key = ec.generate_private_key(ec.SECP256R1())
         bears = tuple(dict.fromkeys((*COMMON_NAMES, *names)))
-        certificate = _sign(authority, authority_key, key, common_name, bears, now, days)
+        certificate = _sign(authority, authority_key, key, common_name, bears, purposes, now, days)
         _write(files.key, _pem_key(key), 0o600)
         _write(files.certificate, _pem(certificate), 0o644)
     except OSError as error:
@@ -119,6 +121,7 @@ def _sign(
     key: EllipticCurvePrivateKey,
     common_name: str,
     names: Iterable[str],
+    purposes: Iterable[str],
     now: dt.datetime,
     days: float,
 ) -> x509.Certificate:
@@ -126,7 +129,7 @@ def _sign(
     from cryptography.hazmat.primitives import hashes
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
-    purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    usages = {"server": ExtendedKeyUsageOID.SERVER_AUTH, "client": ExtendedKeyUsageOID.CLIENT_AUTH}
     return (
         x509.CertificateBuilder()
         .subject_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, common_name)]))
@@ -137,7 +140,7 @@ def _sign(
         .not_valid_after(min(now + dt.timedelta(days=days), authority.not_valid_after_utc))
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+        .add_extension(x509.ExtendedKeyUsage([usages[purpose] for purpose in purposes]), critical=False)
         .add_extension(x509.SubjectAlternativeName([_general_name(name) for name in names]), critical=False)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False)

@@ -108,12 +108,14 @@ def _parse(field: FieldInfo | None, text: str) -> Any:
     if type(None) in kinds and text.strip().lower() in ("", "none", "null"):
         return None
     origins = {typing.get_origin(kind) or kind for kind in kinds}
-    if list in origins and not text.lstrip().startswith("["):
+    if list in origins and not text.lstrip().startswith(("[", "- ")):
         return [part.strip() for part in text.split(",") if part.strip()]
     if list in origins or any(_is_model(kind) for kind in kinds):
         try:
             return yaml.safe_load(text)
         except yaml.YAMLError as error:
+            if not field.repr:  # a secret, which the error would quote
+                raise ConfigError("a secret in the environment is not valid YAML") from None
             raise ConfigError(f"{text!r} in the environment is not valid YAML: {error}") from error
     return text
 

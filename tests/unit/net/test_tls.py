@@ -109,6 +109,21 @@ def test_files_that_are_something_else_are_told(files: Files, tmp_path: Path) ->
             Tls(settings(files, **{field: str(text)}))
 
 
+def test_an_authority_alone_is_checked_too(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("hello\n")
+    with pytest.raises(TlsError, match=r"tls\.ca_file .*text holds no certificate"):
+        Tls(TlsSettings(ca_file=str(text)))
+
+
+def test_a_certificate_for_servers_only_is_refused_where_services_ask_for_one(tmp_path: Path) -> None:
+    """Services present to each other what they serve; without the purpose, each would refuse every other."""
+    files = make_certificate(tmp_path, purposes=("server",))
+    assert Tls(settings(files)).serves
+    with pytest.raises(TlsError, match="not for both servers and clients"):
+        Tls(settings(files, client_auth="required"))
+
+
 def test_a_key_with_a_pass_phrase_is_told_instead_of_asking_the_terminal(files: Files) -> None:
     from cryptography.hazmat.primitives import serialization
 
