@@ -74,7 +74,10 @@ class IndexerService(Service):
         self.metrics.collect_statistics("kvmesh_indexer", self.statistics)
         self.metrics.collect(KeyMetrics(keys))
         self.metrics.collect(FeedCollector(self.index, lambda: self._feeds))
-        Routes(self.index, self._started, self.merged, keys=self._keys).add_to(self.app.router)
+        faces = Routes(self.index, self._started, self.merged, keys=self._keys)
+        faces.add_to(self.app.router)
+        if not keys.asked:
+            self.quick_posts = {"/query": faces.answer_query}
 
     async def start(self, tasks: TaskGroup, url: str) -> None:
         """Bind the match socket, follow the membership, and join it.
@@ -172,6 +175,7 @@ class IndexerService(Service):
             observer=self.merged,
             security=self._security,
             keys=self._keys,
+            listen_endpoint=settings.listen_endpoint,
             predicted_ttl_s=settings.predicted_ttl_s,
             approximate_ttl_s=settings.approximate_ttl_s,
             anti_entropy_interval_s=settings.anti_entropy_interval_s,

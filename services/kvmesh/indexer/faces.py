@@ -55,12 +55,14 @@ class RegisterBody(_Named, kw_only=True):
 
     instance_id: Instance
     endpoint: str | None = None
-    """Its stream. Absent with ``events: none``."""
+    """Its stream. Absent with ``events: none``, and with ``bind``."""
     replay_endpoint: str | None = None
     events: Annotated[str, msgspec.Meta(pattern="^(zmq|none)$")] = "zmq"
     """``none``: it publishes nothing; what is predicted of it is all that is known."""
     bind: bool = False
-    """Bind ``endpoint`` and wait for the publisher to connect, instead of connecting to it."""
+    """Wait until the publisher connects to the indexer's ``listen_endpoint``, instead of connecting to it."""
+    topic: str = ""
+    """With ``bind``: the topic that the publisher sends, by which it is told from others."""
     type: str = "vLLM"
     """Which engine it is; nothing depends on it, every event says how it is written."""
     lora_name: str | None = None

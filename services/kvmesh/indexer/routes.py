@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from kvmesh.events.feeds import Feed, Feeds
@@ -15,8 +16,9 @@ from kvmesh.events.keyed import KeyRing
 from kvmesh.events.keyed_lookup import lookup_of
 from kvmesh.hashing import as_token_ids
 from kvmesh.indexer.answers import dumped_block, query_reply
-from kvmesh.indexer.faces import HashQuery, Prediction, Query, RegisterBody, Unregister
+from kvmesh.indexer.faces import HashQuery, Prediction, RegisterBody, Unregister
 from kvmesh.indexer.merged import MergedStream
+from kvmesh.indexer.questions import read_question
 from kvmesh.net.http import json_response, read_json
 from kvmesh.protocol.errors import ApiError, bad_request
 
@@ -64,8 +66,11 @@ class Routes:
 
     async def _register(self, request: web.Request) -> web.Response:
         body = await read_json(request, RegisterBody)
-        feed = _feed(body)
-        self._feeds().follow(feed, by_hand=True)
+        feeds = self._feeds()
+        if body.bind and not feeds.listens:
+            raise bad_request("This indexer binds nothing; set listen_endpoint.", param="bind")
+        feed = _feed(body, feeds.listen_endpoint)
+        feeds.follow(feed, by_hand=True)
         return json_response({"status": "ok", "instance_id": feed.source.instance_id})
 
     async def _unregister(self, request: web.Request) -> web.Response:
@@ -74,18 +79,26 @@ class Routes:
         removed = [f"{feed.source.instance_id}|{feed.tenant}|{feed.source.dp_rank}" for feed in ended]
         return json_response({"status": "ok", "known": bool(ended), "removed_instances": removed})
 
-    async def _query(self, request: web.Request) -> web.Response:
-        body = await read_json(request, Query)
+    def answer_query(self, body: bytes) -> bytes:
+        """JSON of the answer to a body of ``POST /query``.
+
+        Raises:
+            ApiError: 400 for a body that is no query, 503 while the service is starting.
+        """
+        query, token_ids = read_question(body)
         self._feeds()
         matches = self._match(
-            _tokens(body.token_ids),
-            model=body.model_named,
-            tenant=body.tenant,
-            lora=body.lora,
-            cache_salt=body.salt,
-            block_size=body.block_size,
+            token_ids,
+            model=query.model_named,
+            tenant=query.tenant,
+            lora=query.lora,
+            cache_salt=query.salt,
+            block_size=query.block_size,
         )
-        return json_response(query_reply(matches, body.tenant, _only(body.instance_id)))
+        return msgspec.json.encode(query_reply(matches, query.tenant, _only(query.instance_id)))
+
+    async def _query(self, request: web.Request) -> web.Response:
+        return web.Response(body=self.answer_query(await request.read()), content_type="application/json")
 
     async def _query_by_hash(self, request: web.Request) -> web.Response:
         body = await read_json(request, HashQuery)
@@ -200,8 +213,12 @@ def _number(query: Any, key: str, default: Any) -> Any:
     return int(text)
 
 
-def _feed(body: RegisterBody) -> Feed:
+def _feed(body: RegisterBody, listen_endpoint: str) -> Feed:
     """What a registration asks to follow.
+
+    Args:
+        body: of the registration.
+        listen_endpoint: where publishers connect to.
 
     Raises:
         ApiError: 400, its endpoints do not fit.
@@ -209,7 +226,7 @@ def _feed(body: RegisterBody) -> Feed:
     none = body.events == "none"
     if none and body.block_size is None:
         raise bad_request("A worker without events needs 'block_size'.", param="block_size")
-    if not none and not body.endpoint:
+    if not none and not body.bind and not body.endpoint:
         raise bad_request('Give the \'endpoint\' of its stream, or "events": "none".', param="endpoint")
     for name, endpoint in (("endpoint", body.endpoint), ("replay_endpoint", body.replay_endpoint)):
         if endpoint and not endpoint.startswith(("tcp://", "ipc://")):
@@ -217,13 +234,14 @@ def _feed(body: RegisterBody) -> Feed:
     return Feed(
         Source(str(body.instance_id), body.dp_rank or 0),
         body.model_named,
-        None if none else body.endpoint,
+        None if none else listen_endpoint if body.bind else body.endpoint,
         None if none else body.replay_endpoint or None,
         tenant=body.tenant,
         lora=body.lora_name or None,
         salt=body.salt,
         single_group=body.single_group,
         block_size=body.block_size or 0,
+        topic=body.topic if body.bind and not none else None,
     )
 
 

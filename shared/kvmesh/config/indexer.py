@@ -29,6 +29,9 @@ class IndexerSettings(ServiceSettings):
     event_key_file: str | None = None
     """File of the keys by which workers with ``events.key_file`` name blocks, one a line; unset: such streams cannot be
     read."""
+    listen_endpoint: ZmqEndpoint | None = None
+    """Endpoint that binds for publishers that connect to their reader. They are known by their topic,
+    ``kv@INSTANCE@MODEL``, or registered with ``bind``; unset: every publisher is connected to."""
     max_memory_bytes: Annotated[int, Field(gt=0)] = 1 << 30
     """Bound of the index in bytes; blocks beyond it are not taken in, so that the index claims less, never more."""
     predicted_ttl_s: Seconds = 5.0

@@ -96,7 +96,7 @@ class EventListener:
         """Messages that do not say whose they are."""
         self._endpoint = endpoint
         self._admit = admit
-        self._context = context
+        self.context = context
         self._topic = topic
         self._clock = clock or SystemClock()
         self._replay_silence_s = replay_silence_s
@@ -131,7 +131,7 @@ class EventListener:
         Raises:
             zmq.ZMQError: the endpoint cannot be bound.
         """
-        stream = self._context.socket(zmq.SUB)
+        stream = self.context.socket(zmq.SUB)
         monitor = stream.get_monitor_socket(_MONITORED)
         try:
             stream.linger = 0
@@ -201,7 +201,7 @@ class EventListener:
         ordered = OrderedStream(
             f"{name.topic} rank {name.rank}",
             admission.replay_endpoint,
-            context=self._context,
+            context=self.context,
             clock=self._clock,
             replay_silence_s=self._replay_silence_s,
             resume_from=admission.resume_from,

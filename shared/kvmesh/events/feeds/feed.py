@@ -32,6 +32,8 @@ class Feed(NamedTuple):
     """It tells one layer group only, the widest."""
     block_size: int = 0
     """Tokens per block, 0: only its events say."""
+    topic: str | None = None
+    """It connects to this side, with this topic; None: it is connected to."""
     in_mesh: bool = False
     """Its sockets speak CURVE where those of the mesh do."""
 

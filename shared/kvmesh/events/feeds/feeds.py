@@ -14,11 +14,14 @@ from kvmesh.events.endpoints import EndpointError
 from kvmesh.events.feeds.feed import Feed, feeds_of
 from kvmesh.events.feeds.following import FeedObserver, Following
 from kvmesh.events.feeds.gate import Gate
+from kvmesh.events.feeds.listening import Stream, named_by_topic
 from kvmesh.events.feeds.saved import SavedFeed
 from kvmesh.events.index import PrefixIndex, Source
+from kvmesh.events.items import SubscriberStatistics
 from kvmesh.events.keyed import KeyRing
+from kvmesh.events.listener import Admission, EventListener, StreamName
 from kvmesh.events.records import LoraKey
-from kvmesh.events.subscriber import EventSubscriber, SubscriberStatistics, Watermark
+from kvmesh.events.watermark import Watermark
 from kvmesh.hashing import TokenIds
 from kvmesh.net.clock import Clock, SystemClock
 from kvmesh.net.curve import CurveSecurity
@@ -32,6 +35,9 @@ UPKEEP_S = 0.5
 
 RESTORED_S = 60.0
 """How long blocks of a snapshot are kept for a worker that nobody has told of; they are not matched meanwhile."""
+
+SILENT_S = 60.0
+"""How long a publisher that connected by itself is remembered after its connection has ended."""
 
 _log = get_logger("events.feeds")
 
@@ -61,6 +67,7 @@ class Feeds:
         observer: sees what goes in.
         security: keys of the publishers that belong to the mesh; None: they are plain.
         keys: of workers that tell keyed names instead of tokens.
+        listen_endpoint: to bind for publishers that connect to this side; None: there are none.
         predicted_ttl_s: how long a prediction that does not say counts.
         approximate_ttl_s: how long one of a worker without events counts.
         anti_entropy_interval_s: how often each publisher is asked for its digests; 0: never.
@@ -77,6 +84,7 @@ class Feeds:
         observer: FeedObserver | None = None,
         security: CurveSecurity | None = None,
         keys: KeyRing | None = None,
+        listen_endpoint: str | None = None,
         predicted_ttl_s: float = 5.0,
         approximate_ttl_s: float = 120.0,
         anti_entropy_interval_s: float = 0.0,
@@ -92,6 +100,13 @@ class Feeds:
         self._predicted_ttl_s = predicted_ttl_s
         self._approximate_ttl_s = approximate_ttl_s
         self._anti_entropy_interval_s = anti_entropy_interval_s
+        self._listen_endpoint = listen_endpoint
+        self._listener: EventListener | None = None
+        self._unwanted: set[StreamName] = set()
+        """Who was unregistered, and may go on sending."""
+        if listen_endpoint is not None:
+            self._listener = EventListener(listen_endpoint, self._admit, context=context, keys=keys)
+            tasks.start_soon(self._listen, self._listener)
         self._running: dict[Source, _Running] = {}
         self._restored: dict[Source, SavedFeed] = {}
         self._restored_until_s = 0.0
@@ -124,6 +139,8 @@ class Feeds:
             if running.feed == feed or running.feed.epoch > feed.epoch:
                 return
             self._end(running)
+        if feed.topic is not None:
+            self._unwanted.discard(StreamName(feed.topic, feed.source.dp_rank))
         resume_from = self._take_over(feed)
         self._index.add(
             feed.source,
@@ -145,6 +162,7 @@ class Feeds:
                 observer=self._observer,
                 security=self._security if feed.in_mesh else None,
                 keys=self._keys,
+                listener=self._listener,
                 anti_entropy_interval_s=self._anti_entropy_interval_s,
                 resume_from=resume_from,
             )
@@ -163,6 +181,8 @@ class Feeds:
             if source.instance_id == instance_id and dp_rank in (None, source.dp_rank)
         ]
         for running in ending:
+            if running.feed.topic is not None:
+                self._unwanted.add(StreamName(running.feed.topic, running.feed.source.dp_rank))
             self._end(running)
         return [running.feed for running in ending]
 
@@ -209,7 +229,7 @@ class Feeds:
     def saved(self) -> dict[Source, bytes]:
         """What a snapshot keeps of every feed that publishes, the index's blocks being as of now."""
         return {
-            source: SavedFeed.of(running.feed, running.following.subscriber.watermark, by_hand=running.by_hand).encode()
+            source: SavedFeed.of(running.feed, running.following.stream.watermark, by_hand=running.by_hand).encode()
             for source, running in self._running.items()
             if running.following is not None
         }
@@ -238,6 +258,7 @@ class Feeds:
             if self._gate.closed:
                 continue
             self._index.expire()
+            self._end_the_silent()
             if self._restored and self._clock.monotonic_s() >= self._restored_until_s:
                 for source in list(self._restored):
                     self._give_up(source)
@@ -248,11 +269,11 @@ class Feeds:
         running = self._running.get(source)
         return None if running is None else running.feed
 
-    def subscribers(self) -> Iterator[tuple[Source, EventSubscriber]]:
+    def subscribers(self) -> Iterator[tuple[Source, Stream]]:
         """The subscriptions, by source."""
         for source, running in self._running.items():
             if running.following is not None:
-                yield source, running.following.subscriber
+                yield source, running.following.stream
 
     def dialects(self) -> dict[str, int]:
         """Events by the dialect they were written in, since the start."""
@@ -271,10 +292,10 @@ class Feeds:
         followed = [running.following for running in self._running.values() if running.following is not None]
         for following in followed:
             for name in totals:
-                totals[name] += getattr(following.subscriber.statistics, name)
+                totals[name] += getattr(following.stream.statistics, name)
         return {
             "feeds": len(followed),
-            "feeds_connected": sum(following.subscriber.connected for following in followed),
+            "feeds_connected": sum(following.stream.connected for following in followed),
             "feeds_approximate": len(self._running) - len(followed),
             "feeds_restored": len(self._restored),
             **{f"feed_{name}": total for name, total in totals.items()},
@@ -283,6 +304,49 @@ class Feeds:
             "predictions_total": self._predictions,
             "predictions_refused_total": self._predictions_refused,
         }
+
+    @property
+    def listens(self) -> bool:
+        """Whether publishers can connect to this side."""
+        return self._listener is not None
+
+    @property
+    def listen_endpoint(self) -> str:
+        """Where publishers connect to; empty until it is bound."""
+        return "" if self._listener is None else self._listener.bound_endpoint
+
+    async def _listen(self, listener: EventListener) -> None:
+        try:
+            await listener.run()
+        except zmq.ZMQError as error:
+            reason = f"cannot bind listen_endpoint {self._listen_endpoint}: {error.strerror}"
+            raise OSError(error.errno, reason) from error
+
+    def _admit(self, name: StreamName) -> Admission | None:
+        """How a publisher that connects is followed: as registered, or else as its topic says who it is."""
+        for running in self._running.values():
+            feed = running.feed
+            if running.following is not None and (feed.topic, feed.source.dp_rank) == name:
+                return running.following.admission()
+        named = None if name in self._unwanted else named_by_topic(name.topic)
+        if named is None:
+            return None
+        source = Source(named[0], name.rank)
+        if source in self._running:
+            return None  # it is followed in another way
+        self.follow(Feed(source, named[1], self.listen_endpoint, topic=name.topic))
+        following = self._running[source].following
+        return None if following is None else following.admission()
+
+    def _end_the_silent(self) -> None:
+        """Publishers that came by themselves and have been gone for long: nobody else will say that they are."""
+        before_s = self._clock.monotonic_s() - SILENT_S
+        for running in list(self._running.values()):
+            following = running.following
+            if running.feed.topic is None or running.by_hand or following is None or following.stream.connected:
+                continue
+            if following.disconnected_at_s < before_s:
+                self._end(running)
 
     async def _run(self, following: Following, scope: anyio.CancelScope) -> None:
         with scope:
@@ -317,11 +381,13 @@ class Feeds:
             running.following.end()
         del self._running[running.feed.source]
         if running.following is not None:
-            subscriber = running.following.subscriber
+            subscriber = running.following.stream
             for name in self._ended:
                 self._ended[name] += getattr(subscriber.statistics, name)
             _add(self._ended_dialects, subscriber.dialects)
             self._ended_drifts += running.following.drifts_total
+            if running.feed.topic is not None and self._listener is not None:
+                self._listener.retire(StreamName(running.feed.topic, running.feed.source.dp_rank))
         self._index.remove(running.feed.source)
         if self._observer is not None and running.following is not None:
             self._observer.cleared(running.feed)
@@ -346,7 +412,7 @@ def _add(totals: dict[str, int], counts: Mapping[str, int]) -> None:
 
 def _described(running: _Running, blocks: int) -> dict[str, object]:
     feed = running.feed
-    subscriber = None if running.following is None else running.following.subscriber
+    subscriber = None if running.following is None else running.following.stream
     rank = str(feed.source.dp_rank)
     connected = subscriber is not None and subscriber.connected
     status = "approximate" if subscriber is None else "active" if connected else "pending"

@@ -13,9 +13,11 @@ from kvmesh.events.digests import Digest, DigestAnswer, DigestKey, DigestPoller
 from kvmesh.events.feeds.drift import Drift, DriftWatch
 from kvmesh.events.feeds.feed import Feed
 from kvmesh.events.feeds.gate import Gate
+from kvmesh.events.feeds.listening import ListenedStream, Stream
 from kvmesh.events.index import PrefixIndex
 from kvmesh.events.items import Batch, Connected, Disconnected, Item, Reset
 from kvmesh.events.keyed import KeyRing, is_readable
+from kvmesh.events.listener import Admission, EventListener, StreamName
 from kvmesh.events.subscriber import EventSubscriber, Watermark
 from kvmesh.net.clock import Clock
 from kvmesh.net.curve import CurveSecurity
@@ -49,6 +51,7 @@ class Following:
         observer: sees what goes in.
         security: keys, where the publisher asks for some.
         keys: by which keyed events may be read.
+        listener: that it connects to, where the feed has a topic.
         anti_entropy_interval_s: how often the publisher is asked for its digests; 0: never.
         resume_from: where a process before this one stood whose blocks the index still has.
     """
@@ -65,6 +68,7 @@ class Following:
         observer: FeedObserver | None = None,
         security: CurveSecurity | None = None,
         keys: KeyRing | None = None,
+        listener: EventListener | None = None,
         anti_entropy_interval_s: float = 0.0,
         resume_from: Watermark | None = None,
     ) -> None:
@@ -78,15 +82,22 @@ class Following:
         self._tidy = tidy
         self._keys = keys
         self._observer = observer
-        self.subscriber = EventSubscriber(
-            feed.endpoint,
-            feed.replay_endpoint,
-            context=context,
-            security=security,
-            keys=keys,
-            resume_from=resume_from,
-            with_state=feed.in_mesh,
-        )
+        self.disconnected_at_s = clock.monotonic_s()
+        self._resume_from = resume_from
+        self._subscriber: EventSubscriber | None = None
+        self.stream: Stream
+        if feed.topic is not None and listener is not None:
+            self.stream = ListenedStream(listener, StreamName(feed.topic, feed.source.dp_rank))
+        else:
+            self.stream = self._subscriber = EventSubscriber(
+                feed.endpoint,
+                feed.replay_endpoint,
+                context=context,
+                security=security,
+                keys=keys,
+                resume_from=resume_from,
+                with_state=feed.in_mesh,
+            )
         self.watch = DriftWatch(anti_entropy_interval_s)
         self._poller: DigestPoller | None = None
         if anti_entropy_interval_s and feed.replay_endpoint is not None:
@@ -103,10 +114,16 @@ class Following:
             async with anyio.create_task_group() as tasks:
                 if self._poller is not None:
                     tasks.start_soon(self._poller.run)
-                await self.subscriber.run(self._take)
+                if self._subscriber is not None:
+                    await self._subscriber.run(self._take)
         except* zmq.ZMQError as errors:
             reason = "; ".join(map(str, errors.exceptions))
             _log.error("cannot follow", instance_id=feed.source.instance_id, endpoint=feed.endpoint, error=reason)
+
+    def admission(self) -> Admission:
+        """How the listener follows it."""
+        resume_from, self._resume_from = self._resume_from, None
+        return Admission(self._take, self.feed.replay_endpoint, resume_from)
 
     def _take(self, item: Item) -> None:
         if self._gate.closed:
@@ -135,6 +152,7 @@ class Following:
                 # It stops, or has died, which the coordinator says. Its blocks come back with the same life of it.
                 _log.info("a worker's event stream broke off", instance_id=feed.source.instance_id)
                 self._index.hide(feed.source)
+                self.disconnected_at_s = self._clock.monotonic_s()
             case Connected():
                 self._index.show(feed.source)
         self._tidy()
@@ -144,11 +162,11 @@ class Following:
         self._ended = True
 
     def _told(self, answer: DigestAnswer) -> None:
-        if self.subscriber.connected and not self._gate.closed:
+        if self.stream.connected and not self._gate.closed:
             # Without its key a keyed block is not held, and that is no drift.
             digests = {key: of for key, of in answer.digests.items() if is_readable(key.salt, self._keys)}
             answer = answer._replace(digests=digests)
-            self._judge(self.watch.told(answer, (self.subscriber.applied, self._held())))
+            self._judge(self.watch.told(answer, (self.stream.applied, self._held())))
 
     def _held(self) -> dict[DigestKey, Digest] | None:
         digests = self._index.digests(self.feed.source)
@@ -181,4 +199,4 @@ class Following:
         )
         if repair:
             self.watch.void()
-            self.subscriber.resync("the index is wrong about it")
+            self.stream.resync("the index is wrong about it")

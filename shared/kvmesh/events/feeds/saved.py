@@ -26,6 +26,7 @@ class SavedFeed(msgspec.Struct, kw_only=True, omit_defaults=True):
     salt: str | None = None
     single_group: bool = False
     block_size: int = 0
+    topic: str | None = None
     in_mesh: bool = False
     by_hand: bool = False
     """Registered over HTTP: nobody will tell of it again."""
