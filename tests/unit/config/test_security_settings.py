@@ -14,15 +14,16 @@ TLS = {"cert_file": "c", "key_file": "k", "ca_file": "a", "client_auth": "requir
 
 
 def test_sources_come_from_the_environment() -> None:
-    text = """
-    - {type: static, urls: ["10.0.0.7:8100"]}
-    - {type: dns, name: context, port: 8100, role: context}
-    - {type: endpointslice, service: mesh-generation}
-    """
-    static, dns, slices = load_settings(CoordinatorSettings, env={"KVMESH_DISCOVERY": text.strip()}).discovery
-    assert static == StaticSource(urls=["http://10.0.0.7:8100"])
-    assert dns == DnsSource(name="context", port=8100, role="context")
-    assert slices == EndpointSliceSource(service="mesh-generation")
+    lines = (
+        '{type: static, urls: ["10.0.0.7:8100"]}',
+        "{type: dns, name: context, port: 8100, role: context}",
+        "{type: endpointslice, service: mesh-generation}",
+    )
+    for text in (f"[{', '.join(lines)}]", "\n".join(f"- {line}" for line in lines)):
+        static, dns, slices = load_settings(CoordinatorSettings, env={"KVMESH_DISCOVERY": text}).discovery
+        assert static == StaticSource(urls=["http://10.0.0.7:8100"])
+        assert dns == DnsSource(name="context", port=8100, role="context")
+        assert slices == EndpointSliceSource(service="mesh-generation")
 
 
 @pytest.mark.parametrize(
