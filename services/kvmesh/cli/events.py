@@ -14,9 +14,11 @@ from kvmesh.cli.target import (
     add_coordinator_flags,
     auth_headers,
     coordinator_url,
+    curve_of,
     indexer_url,
     tls_of,
 )
+from kvmesh.cli.trust import add_curve_flags
 from kvmesh.models.errors import ModelError
 from kvmesh.models.store import resolve_model
 from kvmesh.models.tokenizer import Tokenizer
@@ -48,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:  # noqa: 
     parser.add_argument(
         "--tokenizer", metavar="MODEL", help="for --text: this model's tokenizer instead of the worker's"
     )
+    add_curve_flags(parser)
     parser.add_argument("--count", type=int, metavar="N", help="leave after N events")
 
 
@@ -72,13 +75,14 @@ def run(args: argparse.Namespace) -> int:
         decode=_decoder(args.tokenizer) if args.text else None,
         text_chars=max(1, args.text_chars),
     )
+    security = curve_of(args)
     if args.endpoint:
-        anyio.run(follow_one, args.endpoint, printer)
+        anyio.run(follow_one, args.endpoint, printer, security)
     elif args.indexer:
         url = indexer_url(None if args.indexer == OF_THE_MESH else args.indexer)
-        anyio.run(follow_indexer, url, workers, printer, auth_headers(args), tls_of(args))
+        anyio.run(follow_indexer, url, workers, printer, auth_headers(args), tls_of(args), security)
     else:
-        anyio.run(follow_mesh, coordinator_url(args), workers, printer, auth_headers(args), tls_of(args))
+        anyio.run(follow_mesh, coordinator_url(args), workers, printer, auth_headers(args), tls_of(args), security)
     return 0
 
 

@@ -15,6 +15,7 @@ from kvmesh.cli.errors import UserError
 from kvmesh.cli.events_view import Printer, Stream
 from kvmesh.events.endpoints import EndpointError, rank_endpoint
 from kvmesh.net.client import HttpClient, PeerUnreachableError
+from kvmesh.net.curve import CurveSecurity
 from kvmesh.net.discovery import CoordinatorClient
 from kvmesh.net.tls import Tls
 from kvmesh.protocol.errors import ApiError
@@ -31,13 +32,20 @@ _ENGINES = ("context", "generation", "both")
 Frames = Callable[[list[bytes]], None]
 
 
-async def follow_one(endpoint: str, printer: Printer) -> None:
+async def follow_one(endpoint: str, printer: Printer, security: CurveSecurity | None) -> None:
     """Follow one publisher until the printer is done."""
     async with _until_done(printer) as tasks:
-        tasks.start_soon(_follow_worker, endpoint, Stream(endpoint), printer)
+        tasks.start_soon(_follow_worker, endpoint, Stream(endpoint), printer, security)
 
 
-async def follow_mesh(url: str, workers: frozenset[str], printer: Printer, headers: dict[str, str], tls: Tls) -> None:
+async def follow_mesh(
+    url: str,
+    workers: frozenset[str],
+    printer: Printer,
+    headers: dict[str, str],
+    tls: Tls,
+    security: CurveSecurity | None,
+) -> None:
     """Follow the workers that a coordinator knows, or those with these names.
 
     Raises:
@@ -45,7 +53,7 @@ async def follow_mesh(url: str, workers: frozenset[str], printer: Printer, heade
     """
     client = CoordinatorClient(url, headers=headers, tls=tls)
     async with anyio.create_task_group() as tasks:
-        followers = _Followers(tasks, workers, printer)
+        followers = _Followers(tasks, workers, printer, security)
         client.subscribe(followers.hear)
         await client.start(tasks)
         with anyio.move_on_after(FIND_TIMEOUT_S) as scope:
@@ -61,7 +69,12 @@ async def follow_mesh(url: str, workers: frozenset[str], printer: Printer, heade
 
 
 async def follow_indexer(
-    url: str, workers: frozenset[str], printer: Printer, headers: dict[str, str], tls: Tls
+    url: str,
+    workers: frozenset[str],
+    printer: Printer,
+    headers: dict[str, str],
+    tls: Tls,
+    security: CurveSecurity | None,
 ) -> None:
     """Follow an indexer's merged stream.
 
@@ -87,7 +100,7 @@ async def follow_indexer(
             printer.batch(Stream(name, origin.model, origin.lora, origin.salt), sequence, frames[2])
 
     async with _until_done(printer) as tasks:
-        tasks.start_soon(_subscribe, "indexer", found.endpoint, printer, take)
+        tasks.start_soon(_subscribe, "indexer", found.endpoint, printer, take, security)
 
 
 class _MergedEndpoints(msgspec.Struct):
@@ -113,7 +126,10 @@ def _publishes(member: Member) -> bool:
 class _Followers:
     """One subscription for each rank of each live worker that publishes."""
 
-    def __init__(self, tasks: TaskGroup, workers: frozenset[str], printer: Printer) -> None:
+    def __init__(
+        self, tasks: TaskGroup, workers: frozenset[str], printer: Printer, security: CurveSecurity | None
+    ) -> None:
+        self._security = security
         self._tasks = tasks
         self._workers = workers
         self._printer = printer
@@ -142,26 +158,28 @@ class _Followers:
 
     async def _follow_rank(self, stream: Stream, endpoint: str, rank: int) -> None:
         try:
-            await _follow_worker(rank_endpoint(endpoint, rank), stream, self._printer)
+            await _follow_worker(rank_endpoint(endpoint, rank), stream, self._printer, self._security)
         except (UserError, EndpointError) as error:
             self._printer.note(stream.name, str(error))  # the others are followed all the same
 
 
-async def _follow_worker(endpoint: str, stream: Stream, printer: Printer) -> None:
+async def _follow_worker(endpoint: str, stream: Stream, printer: Printer, security: CurveSecurity | None) -> None:
     def take(frames: list[bytes]) -> None:
         sequence = int.from_bytes(frames[1], "big")
         printer.sequence(stream.name, sequence)
         printer.batch(stream, sequence, frames[2])
 
-    await _subscribe(stream.name, endpoint, printer, take)
+    await _subscribe(stream.name, endpoint, printer, take, security)
 
 
-async def _subscribe(name: str, endpoint: str, printer: Printer, take: Frames) -> None:
+async def _subscribe(name: str, endpoint: str, printer: Printer, take: Frames, security: CurveSecurity | None) -> None:
     context = zmq.asyncio.Context()
     socket = context.socket(zmq.SUB)
     socket.linger = 0
     try:
         socket.subscribe(b"")
+        if security is not None:
+            security.apply_client(socket)
         socket.connect(endpoint)
         printer.note(name, f"following {endpoint}")
         while True:

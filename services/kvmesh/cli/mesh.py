@@ -23,6 +23,7 @@ from kvmesh.cli.readiness import Waiting, ask_first_question, wait_until_ready, 
 from kvmesh.cli.rundir import MeshState, ProcessState, RunDir, start_ticks
 from kvmesh.cli.supervisor import Child, ChildEvent, Supervisor
 from kvmesh.config import MeshSettings, RouterSettings
+from kvmesh.config.curve import CurveSettings
 from kvmesh.config.sources import ENV_PREFIX
 from kvmesh.config.tls import TlsSettings
 from kvmesh.net.auth import ApiKeys
@@ -122,6 +123,7 @@ class Mesh:
             model=settings.model,
             temp_dir=temp_dir,
             tls=_client_tls(settings.tls),
+            curve=_client_curve(settings.curve),
         )
 
     async def serve(self) -> None:
@@ -242,6 +244,11 @@ def _client_tls(tls: TlsSettings) -> dict[str, str]:
     files = {"ca_file": tls.ca_file, "cert_file": tls.cert_file, "key_file": tls.key_file}
     found = {name: str(Path(file).absolute()) for name, file in files.items() if file is not None}
     return found if tls.server_name is None else {**found, "server_name": tls.server_name}
+
+
+def _client_curve(curve: CurveSettings) -> dict[str, str]:
+    files = {"key_file": curve.key_file, "server_key_file": curve.server_key_file}
+    return {name: str(Path(file).absolute()) for name, file in files.items() if file is not None}
 
 
 def _environment(secret: str, temp_dir: str) -> dict[str, str]:

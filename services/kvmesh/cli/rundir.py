@@ -61,6 +61,8 @@ class MeshState(msgspec.Struct, kw_only=True):
     first_answer: FirstAnswer | None = None
     tls: dict[str, str] = {}
     """Files, and the name, that the mesh's certificates are verified by and that its clients present."""
+    curve: dict[str, str] = {}
+    """Files of the keys that readers of the mesh's events need."""
     version: int = STATE_VERSION
 
 

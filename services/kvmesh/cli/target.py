@@ -9,8 +9,9 @@ import anyio
 
 from kvmesh.cli.errors import UserError
 from kvmesh.cli.rundir import MeshState, RunDir, is_running
-from kvmesh.cli.trust import add_tls_flags, tls_from
+from kvmesh.cli.trust import add_tls_flags, curve_from, tls_from
 from kvmesh.net.client import HttpClient, PeerUnreachableError
+from kvmesh.net.curve import CurveSecurity
 from kvmesh.net.tls import Tls
 from kvmesh.protocol.errors import ApiError
 
@@ -21,6 +22,7 @@ __all__ = [
     "auth_headers",
     "client_of",
     "coordinator_url",
+    "curve_of",
     "indexer_url",
     "router_url",
     "tls_of",
@@ -90,6 +92,16 @@ def tls_of(args: argparse.Namespace) -> Tls:
     """
     named = any(getattr(args, flag, None) for flag in ("url", "coordinator", "indexer"))
     return tls_from(args, None if named else _running())
+
+
+def curve_of(args: argparse.Namespace) -> CurveSecurity | None:
+    """Keys of encrypted events; those of the running mesh unless another one is named.
+
+    Raises:
+        UserError: a file cannot be used.
+    """
+    named = any(getattr(args, flag, None) for flag in ("endpoint", "coordinator", "indexer"))
+    return curve_from(args, None if named else _running())
 
 
 def client_of(args: argparse.Namespace, timeout_s: float = 5.0) -> HttpClient:

@@ -1,4 +1,4 @@
-"""Whom the commands trust behind ``https://``, and the certificate that they present."""
+"""Whom the commands trust, and what they present: certificates behind ``https://``, keys to ZeroMQ sockets."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 from kvmesh.cli.errors import UserError
 from kvmesh.cli.rundir import MeshState
-from kvmesh.config import ConfigError, load_settings
+from kvmesh.config import ConfigError, IndexerSettings, load_settings
 from kvmesh.config.service import ServiceSettings
+from kvmesh.net.curve import CurveSecurity
 from kvmesh.net.tls import Tls
 
-__all__ = ["add_tls_flags", "tls_from"]
+__all__ = ["add_curve_flags", "add_tls_flags", "curve_from", "tls_from"]
 
 _FIELDS = ("ca_file", "cert_file", "key_file", "server_name")
 
@@ -39,5 +40,31 @@ def tls_from(args: argparse.Namespace, running: MeshState | None) -> Tls:
         given = dict(running.tls)
     try:
         return Tls(load_settings(ServiceSettings, env={}, overrides={"tls": given}).tls)
+    except ConfigError as error:
+        raise UserError(str(error)) from error
+
+
+def add_curve_flags(parser: argparse.ArgumentParser) -> None:
+    """``--curve-key-file`` and its kin."""
+    group = parser.add_argument_group("encrypted events", "By default KVMESH_CURVE__KEY_FILE, or those of the mesh.")
+    group.add_argument("--curve-key-file", metavar="FILE", help="key pair to present (*.key_secret)")
+    group.add_argument("--curve-server-key-file", metavar="FILE", help="the publishers' public key, if another's")
+
+
+def curve_from(args: argparse.Namespace, running: MeshState | None) -> CurveSecurity | None:
+    """From the flags, then the environment, then the mesh that ``up`` started; None: the sockets are plain.
+
+    Raises:
+        UserError: a file cannot be used.
+    """
+    fields = ("key_file", "server_key_file")
+    given: dict[str, Any] = {
+        name: value for name in fields if (value := os.environ.get(f"KVMESH_CURVE__{name.upper()}"))
+    }
+    given |= {name: value for name in fields if (value := getattr(args, f"curve_{name}")) is not None}
+    if not given and running is not None:
+        given = dict(running.curve)
+    try:
+        return CurveSecurity.load(load_settings(IndexerSettings, env={}, overrides={"curve": given}).curve)
     except ConfigError as error:
         raise UserError(str(error)) from error

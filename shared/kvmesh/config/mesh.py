@@ -8,6 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from kvmesh.config.coordinator import CoordinatorSettings
+from kvmesh.config.curve import CurveSettings
 from kvmesh.config.describe import WORKER_SECTIONS
 from kvmesh.config.endpoints import Port
 from kvmesh.config.indexer import IndexerSettings
@@ -24,9 +25,10 @@ _GIVEN_BY_THE_MESH = frozenset({"role", "port", "instance_id", "coordinator_url"
 class MeshSettings(TracedSettings):
     """A whole mesh on one machine: how many of what, and a template for each kind of process.
 
-    ``model``, ``host``, ``request_timeout_s``, ``drain_s``, ``tls``, logging and tracing given here apply to every
-    process whose own section leaves them unset; ``kvmesh.config.mesh_plan`` settles the rest. ``tls.client_auth`` is
-    for services among themselves: the router asks its clients for certificates only where its own section says so.
+    ``model``, ``host``, ``request_timeout_s``, ``drain_s``, ``tls``, ``curve``, logging and tracing given here apply to
+    every process whose own section leaves them unset; ``kvmesh.config.mesh_plan`` settles the rest.
+    ``tls.client_auth`` is for services among themselves: the router asks its clients for certificates only where its
+    own section says so.
     """
 
     model: str = DEFAULT_MODEL
@@ -35,6 +37,8 @@ class MeshSettings(TracedSettings):
     """Seconds after which a silent process counts as dead."""
     request_timeout_s: Seconds = 180.0
     """Deadline of one request in seconds."""
+    curve: CurveSettings = Field(default_factory=CurveSettings)
+    """Encryption of the ZeroMQ sockets of all processes."""
     num_context: Annotated[int, Field(ge=0)] = 1
     """Context servers."""
     num_generation: Annotated[int, Field(ge=0)] = 1

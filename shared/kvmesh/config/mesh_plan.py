@@ -20,7 +20,7 @@ __all__ = ["MeshPlan", "plan_mesh"]
 M = TypeVar("M", bound=StrictModel)
 
 _SHARED = (
-    "host", "model", "log_level", "log_format", "otlp_endpoint", "drain_s", "request_timeout_s", "tls",
+    "host", "model", "log_level", "log_format", "otlp_endpoint", "drain_s", "request_timeout_s", "tls", "curve",
 )  # fmt: skip
 """What a process takes from the mesh unless its own section says otherwise."""
 

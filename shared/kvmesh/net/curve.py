@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import zmq
 from zmq.utils import z85
@@ -174,7 +174,7 @@ class CurveSecurity(NamedTuple):
         socket.zap_domain = ZAP_DOMAIN
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
-    def apply_client(self, socket: zmq.Socket[bytes], server_key: bytes | None = None) -> None:
+    def apply_client(self, socket: zmq.Socket[Any], server_key: bytes | None = None) -> None:
         """Make a socket speak to services that have ``server_key`` (unset: that of the mesh) only; before it connects.
 
         Also right for a ``zmq.asyncio`` socket.

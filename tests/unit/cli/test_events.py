@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import threading
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,8 +14,11 @@ from rich.console import Console
 
 from kvmesh.cli import main as cli
 from kvmesh.cli.events_view import EventFilter, Printer, Stream, describe
+from kvmesh.config.curve import CurveSettings
+from kvmesh.events.publisher import ZmqPublisher
 from kvmesh.events.records import Cleared, Removed, Stored, Tier
 from kvmesh.hashing import salt_id
+from kvmesh.net.curve import CurveSecurity, create_key_pair
 from kvmesh.protocol.events import AllBlocksCleared, BlockStored, EventBatch
 
 
@@ -110,3 +115,32 @@ def test_text_is_shown_and_bounded() -> None:
 def test_what_does_not_go_together_is_a_sentence(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["events", *flags]) == cli.USER_ERROR
     assert capsys.readouterr().err.startswith("kvmesh events: ")
+
+
+def test_encrypted_events_are_followed_with_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, secret = create_key_pair(tmp_path)
+    publisher = ZmqPublisher("tcp://127.0.0.1:*", security=CurveSecurity.load(CurveSettings(key_file=str(secret))))
+    publisher.start()
+    stop = threading.Event()
+
+    def publish() -> None:
+        while not stop.wait(0.02):
+            publisher.publish([AllBlocksCleared()])
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    try:
+        assert publisher.endpoint is not None
+        command = ["events", "--endpoint", publisher.endpoint, "--count", "1"]
+        assert cli.main([*command, "--curve-key-file", str(secret)]) == 0
+        monkeypatch.setenv("KVMESH_CURVE__KEY_FILE", str(secret))
+        assert cli.main(command) == 0
+        assert capsys.readouterr().out.count("cleared") == 2
+        assert cli.main([*command, "--curve-key-file", str(tmp_path / "missing")]) == 2
+        assert "kvmesh keys curve DIR" in capsys.readouterr().err
+    finally:
+        stop.set()
+        thread.join()
+        publisher.shutdown()

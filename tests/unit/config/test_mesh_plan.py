@@ -108,6 +108,16 @@ def test_processes_find_each_other() -> None:
     assert planned.router.indexer_match_endpoint == planned.indexer.match_endpoint
 
 
+def test_keys_of_sockets_are_those_of_the_mesh_unless_a_section_has_others() -> None:
+    mesh = MeshSettings.model_validate(
+        {"curve": {"key_file": "all.key_secret"}, "router": {"curve": {"key_file": "router.key_secret"}}}
+    )
+    plan = plan_mesh(mesh, cluster_secret="s", cpu_count=2)
+    assert {worker.curve.key_file for worker in plan.workers} == {"all.key_secret"}
+    assert plan.indexer.curve.key_file == "all.key_secret"
+    assert plan.router.curve.key_file == "router.key_secret"
+
+
 def test_a_section_beats_the_mesh() -> None:
     mesh = MeshSettings(
         model="m", lease_s=2, log_format="json", api_keys_file="/k", router=RouterSettings(model="r", log_level="debug")
