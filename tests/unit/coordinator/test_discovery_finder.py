@@ -142,7 +142,7 @@ async def test_who_answers_becomes_a_member_and_stays_one(scene: Scene) -> None:
         assert scene.events[0] == "joined context-0"
         assert "dead context-0" not in scene.events
         assert scene.member().load.running == 3  # type: ignore[union-attr]
-        assert scene.finder.statistics()["found"] == 1
+        assert scene.finder.statistics()["members"] == 1
 
 
 async def test_who_stops_answering_is_dead_within_a_lease(scene: Scene) -> None:
@@ -156,6 +156,7 @@ async def test_who_stops_answering_is_dead_within_a_lease(scene: Scene) -> None:
         assert scene.member() is None
         assert scene.events.count("dead context-0") == 1
         assert scene.member("context-1") is not None
+        assert scene.finder.statistics()["members"] == 1
         scene.servers["a"] = answer(info(epoch=6))
         await scene.settle(1.5)
         assert scene.member().epoch == 6  # type: ignore[union-attr]

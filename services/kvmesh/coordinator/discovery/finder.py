@@ -128,10 +128,10 @@ class Finder:
         ]
 
     def statistics(self) -> dict[str, float]:
-        """Addresses and members found now, and what came of asking since the start."""
+        """Addresses and members of theirs now, and what came of asking since the start."""
         return {
             "addresses": len(self._places),
-            "found": sum(bool(place.instance_id) for place in self._places.values()),
+            "members": sum(bool(place.instance_id) for place in self._places.values()),
             "source_errors_total": sum(source.statistics()["errors_total"] for source in self._sources),
             **{f"{name}_total": count for name, count in self._counts.items()},
         }
@@ -216,6 +216,8 @@ class Finder:
         except SilentError as error:
             self._counts["silent"] += 1
             self._say(place, f"does not answer: {error}")
+            if self._registry.member(place.instance_id) is None:
+                place.instance_id = ""  # its lease has run out
             wait_s = RETRY_S
         else:
             known = self._places.get(place.url) is place and self._admits()
