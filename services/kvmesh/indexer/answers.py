@@ -51,4 +51,5 @@ def dumped_block(block: DumpedBlock) -> dict[str, Any]:
         "seq_hash": block.prefix_hash,
         "parent_hash": block.parent_hash,
         "tier": block.tier.name.lower(),
+        "predicted": block.predicted,
     }
