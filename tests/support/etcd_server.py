@@ -6,12 +6,15 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import tempfile
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+
+from kvmesh.cli.certificates import Files
 
 __all__ = ["EtcdServer", "etcd_binary", "why_no_etcd"]
 
@@ -29,12 +32,17 @@ def why_no_etcd() -> str:
 
 
 class EtcdServer:
-    """A one-member cluster on loopback."""
+    """A one-member cluster on loopback.
 
-    def __init__(self) -> None:
+    Args:
+        certificates: with them it speaks TLS to clients, and asks them for a certificate.
+    """
+
+    def __init__(self, certificates: Files | None = None) -> None:
+        self._certificates = certificates
         self.directory = Path(tempfile.mkdtemp(prefix="kvm-etcd-", dir="/tmp"))
         client, peer = _free_ports(2)
-        self.url = f"http://127.0.0.1:{client}"
+        self.url = f"{'https' if certificates else 'http'}://127.0.0.1:{client}"
         self._peer = f"http://127.0.0.1:{peer}"
         self.popen: subprocess.Popen[bytes] | None = None
 
@@ -48,6 +56,9 @@ class EtcdServer:
             *("--listen-peer-urls", self._peer, "--initial-advertise-peer-urls", self._peer),
             *("--initial-cluster", f"test={self._peer}"),
         ]
+        if (own := self._certificates) is not None:
+            argv += ["--cert-file", str(own.certificate), "--key-file", str(own.key)]
+            argv += ["--trusted-ca-file", str(own.ca), "--client-cert-auth"]
         with (self.directory / "log").open("ab") as log:
             self.popen = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         deadline_s = time.monotonic() + START_S
@@ -60,10 +71,17 @@ class EtcdServer:
     def healthy(self) -> bool:
         """Whether it answers and has a leader."""
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=2.0) as answer:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=2.0, context=self._context()) as answer:
                 return b"true" in answer.read()
         except (urllib.error.URLError, OSError):
             return False
+
+    def _context(self) -> ssl.SSLContext | None:
+        if (own := self._certificates) is None:
+            return None
+        context = ssl.create_default_context(cafile=str(own.ca))
+        context.load_cert_chain(own.certificate, own.key)
+        return context
 
     def kill(self) -> None:
         """``kill -9``; the data stays."""

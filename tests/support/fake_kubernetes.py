@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import ssl
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -99,17 +100,17 @@ class FakeKubernetes:
         return self._version
 
     @contextlib.asynccontextmanager
-    async def serving(self, port: int = 0) -> AsyncIterator[str]:
-        """Serve; gives the base URL."""
+    async def serving(self, port: int = 0, context: ssl.SSLContext | None = None) -> AsyncIterator[str]:
+        """Serve, over TLS where a context is given; gives the base URL."""
         app = web.Application()
         for version in ("v1", "v1beta1"):
             app.router.add_get(f"/apis/discovery.k8s.io/{version}/namespaces/{{ns}}/endpointslices", self._answer)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", port)
+        site = web.TCPSite(runner, "127.0.0.1", port, ssl_context=context)
         await site.start()
         try:
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+            yield f"{'https' if context else 'http'}://127.0.0.1:{runner.addresses[0][1]}"
         finally:
             self.drop_watches()
             await runner.cleanup()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import anyio
 import pytest
@@ -11,6 +12,7 @@ from etcd_server import EtcdServer, etcd_binary, why_no_etcd
 from fake_worker import FakeWorker
 from waiting import until
 
+from kvmesh.cli.certificates import make_certificate
 from kvmesh.config import CoordinatorSettings
 from kvmesh.coordinator.app import CoordinatorService
 from kvmesh.coordinator.main import build
@@ -104,3 +106,28 @@ async def test_the_death_of_the_leader_loses_nobody(etcd: EtcdServer) -> None:
                 await own.stop()
                 await watcher.stop()
         tasks.cancel_scope.cancel()
+
+
+async def test_etcd_that_speaks_tls_and_asks_for_a_certificate(tmp_path: Path) -> None:
+    """Its certificate bears its own name: ``server_name`` is for services of the mesh."""
+    files = make_certificate(tmp_path)
+    server = EtcdServer(files)
+    tls = {"cert_file": files.certificate, "key_file": files.key, "ca_file": files.ca}
+    try:
+        server.start()
+        settings = {
+            "drain_s": 0.1,
+            "etcd_endpoints": server.url,
+            "tls": {**{name: str(file) for name, file in tls.items()}, "server_name": "only.in.the.mesh"},
+        }
+        service = build(CoordinatorSettings.model_validate(settings))
+        async with serving(service) as url:
+            assert url.startswith("https://")
+            await until(lambda: service.statistics()["etcd_connected"] == 1 and service.statistics()["leading"] == 1)
+        settings["tls"] = {"ca_file": str(files.ca)}
+        bare = build(CoordinatorSettings.model_validate(settings))
+        async with serving(bare):
+            await until(lambda: "etcd" in bare.health().detail)
+            assert bare.statistics()["etcd_connected"] == 0
+    finally:
+        server.stop()

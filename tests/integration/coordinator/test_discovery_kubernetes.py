@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -14,6 +15,7 @@ from fake_kubernetes import FakeKubernetes, endpoint
 from structlog.testing import capture_logs
 from waiting import until
 
+from kvmesh.cli.certificates import make_certificate
 from kvmesh.config import ConfigError
 from kvmesh.config.discovery import EndpointSliceSource
 from kvmesh.coordinator.discovery import kubernetes
@@ -52,8 +54,8 @@ class Follower:
 
 
 @asynccontextmanager
-async def following(url: str, token: Path, **options: Any) -> AsyncIterator[Follower]:
-    server = ApiServer(url, str(token), str(token.with_name("none")), "serving")
+async def following(url: str, token: Path, ca: Path | None = None) -> AsyncIterator[Follower]:
+    server = ApiServer(url, str(token), str(ca or token.with_name("none")), "serving")
     source = KubernetesSource("mesh", server, "http", "http", Expected(), clock=SystemClock())
     follower = Follower(source)
     async with anyio.create_task_group() as tasks:
@@ -194,6 +196,24 @@ async def test_a_slice_of_a_thousand_pods_fits(token: Path) -> None:
         await until(lambda: fake.watchers)
         fake.put("s-0", *(endpoint(f"10.0.{n // 250}.{n % 250}") for n in range(1000)))
         await until(lambda: len(follower.reports[-1]) == 1000)
+
+
+async def test_the_api_server_is_verified(token: Path, tmp_path: Path) -> None:
+    """By the ServiceAccount's authority, which is read for each connection: clusters replace it."""
+    files = make_certificate(tmp_path / "cluster")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(files.certificate, files.key)
+    trusted = tmp_path / "ca.crt"
+    shutil.copy(make_certificate(tmp_path / "stranger").ca, trusted)
+    fake = FakeKubernetes("mesh")
+    fake.put("s-0", endpoint("10.0.0.1"))
+    with capture_logs() as logs:
+        async with fake.serving(context=context) as url, following(url, token, trusted) as follower:
+            await until(lambda: follower.source.statistics()["errors_total"] > 1)
+            assert fake.requests == []
+            shutil.copy(files.ca, trusted)
+            await follower.sees(a1=True)
+    assert "certificate is not signed by" in logs[0]["error"]
 
 
 def test_outside_of_a_cluster_the_settings_have_to_say_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -172,6 +172,27 @@ async def test_a_service_that_stops_ends_connections_and_waiting_handshakes(file
         tasks.cancel_scope.cancel()
 
 
+async def test_a_client_that_leaves_cancels_its_handler(files: Files) -> None:
+    entered, cancelled = anyio.Event(), anyio.Event()
+
+    async def wait(_request: web.Request) -> web.Response:
+        entered.set()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            cancelled.set()
+        raise AssertionError("for ever is over")
+
+    service = Door(tls_of(files))
+    service.app.router.add_get("/wait", wait)
+    async with serving(service) as url, HttpClient(tls=trusting(files)) as http, anyio.create_task_group() as tasks:
+        tasks.start_soon(http.call, "GET", f"{url}/wait", dict)
+        await entered.wait()
+        tasks.cancel_scope.cancel()
+    with anyio.fail_after(5):
+        await cancelled.wait()
+
+
 async def test_certificates_change_without_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients that trust only the new authority are served as soon as the files are there; running ones go on."""
     monkeypatch.setattr("kvmesh.net.tls.LOOK_S", 0.0)
