@@ -164,7 +164,7 @@ def pod_values(*, spread: bool = False) -> Schema:
 def scaling_values() -> Schema:
     """Values of what can have any number of replicas and is drained when it goes."""
     return {
-        "replicas": whole(0),
+        "replicas": {"type": ["integer", "null"], "minimum": 0},
         "terminationGracePeriodSeconds": {"type": ["integer", "null"], "minimum": 1},
         "podDisruptionBudget": budget(),
         "autoscaling": record(

@@ -24,6 +24,9 @@ NODE_IP = "172.17.0.1"  # Docker's bridge
 API = f"https://{NODE_IP}:16443"
 SERVICES = "10.96.0.0/24"
 PAUSE = "kvmesh-pause:test"
+PAUSE_FILE = b'FROM kvmesh:light\nHEALTHCHECK NONE\nENTRYPOINT ["sleep", "infinity"]\n'
+CGROUP = "kvmesh-test"
+SHARES = 16 * 1024  # of the processor, for all pods together: as much as sixteen processes get
 BINARIES = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy")
 PROGRAMS = ("dockerd", "docker", "runc", "etcd", "iptables", "ip", "openssl", "mount", "umount")
 
@@ -126,13 +129,14 @@ class Cluster:
             *("--data-root", self.state / "docker", "--exec-root", self.run_dir / "docker"),
             *("--pidfile", self.run_dir / "dockerd.pid", "--host", self.docker_host, "--bip", f"{NODE_IP}/16"),
             *("--add-runtime", f"plain={Path(__file__).with_name('runc_without_oom_score.py')}"),
-            *("--default-runtime", "plain"),
+            *("--default-runtime", "plain", "--cgroup-parent", f"/{CGROUP}"),
         )
         self._wait("dockerd answers", lambda: self._docker_answers())
         self._remove_containers()
+        give_shares()
         self._load_images()
         # The infrastructure container of a pod only has to stay.
-        self.docker("build", "-t", PAUSE, "-", stdin=b'FROM kvmesh:light\nENTRYPOINT ["sleep", "infinity"]\n')
+        self.docker("build", "-t", PAUSE, "-", stdin=PAUSE_FILE)
 
     def _load_images(self) -> None:
         """Those that are not in the engine's store from an earlier time."""
@@ -226,6 +230,8 @@ class Cluster:
             *("--hostname-override", "node1", "--node-ip", NODE_IP),
         )
         proxy = ("--hostname-override", "node1", "--proxy-mode", "iptables", "--conntrack-max-per-core", "0")
+        # Any route will do: kube-proxy turns a Service's address into a pod's on the way.
+        subprocess.run(["ip", "route", "add", SERVICES, "dev", "docker0"], check=True)
         self._run("kube-proxy", self.binaries / "kube-proxy", "--kubeconfig", self.kubeconfig, *proxy)
         self._wait("the node is ready", lambda: any(map(is_ready, self.get("nodes"))))
 
@@ -245,6 +251,14 @@ class Cluster:
                     raise AssertionError(f"{name} has ended with {child.returncode}:\n{log[-3000:]}")
             assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what}; logs are in {self.run_dir}"
             time.sleep(0.3)
+
+
+def give_shares() -> None:
+    """On a machine that does more than this, one group of all pods must not get the share of one process."""
+    controller = Path("/sys/fs/cgroup/cpu")  # cgroup v1, which this Kubernetes wants
+    if controller.is_dir():
+        (controller / CGROUP).mkdir(exist_ok=True)
+        (controller / CGROUP / "cpu.shares").write_text(str(SHARES))
 
 
 def kubeconfig(token: str) -> dict[str, Any]:

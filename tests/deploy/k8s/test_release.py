@@ -2,134 +2,43 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
-import shutil
-import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import openai
 import pytest
-from helm_chart import CACHE, CHART, HelmError, run_helm
-from kube_cluster import BINARIES, PROGRAMS, Cluster, is_ready
+from helm_chart import CHART
+from kube_cluster import Cluster, is_ready
+from kube_release import ANSWER, COMPONENTS, QUESTION, Release, ask, small_values
 
-from kvmesh.models.store import DEFAULT_MODEL, fetch
+from kvmesh.models.store import DEFAULT_MODEL
 
-pytestmark = [
-    pytest.mark.skipif("KVMESH_K8S_TEST" not in os.environ, reason="starts a whole Kubernetes: run 'make k8s-test'"),
-    pytest.mark.timeout(900),
-]
+pytestmark = pytest.mark.timeout(900)
 
-BINARY_DIR = Path(os.environ.get("KVMESH_K8S_BIN", CACHE / "kubernetes"))
-IMAGES = Path(os.environ.get("KVMESH_IMAGES", CACHE / "images.tar"))
-NAMESPACE = "mesh"
-RELEASE = "r1"
-READY_S = 400.0
-ANSWER = "The capital of France is Paris."
-SMALL = {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": "2Gi"}}
-
-
-class Release(NamedTuple):
-    """The installed chart."""
-
-    cluster: Cluster
-    values: Path
-
-    def helm(self, *arguments: str | Path, version: str = "helm4") -> str:
-        """A Helm command on this cluster."""
-        place = ("--kubeconfig", self.cluster.kubeconfig, "--namespace", NAMESPACE)
-        return run_helm(CACHE / version / "helm", *arguments, *place, timeout_s=READY_S + 60)
-
-    def kubectl(self, *arguments: str, timeout_s: float = 120) -> str:
-        """A kubectl command in the release's namespace."""
-        return self.cluster.kubectl("--namespace", NAMESPACE, *arguments, timeout_s=timeout_s)
-
-    def pods(self, component: str) -> list[dict[str, Any]]:
-        """Pods of a component."""
-        return self.cluster.get("pods", "-n", NAMESPACE, "-l", f"app.kubernetes.io/component={component}")
-
-    def address(self, service: str) -> str:
-        """Of a Service, as the cluster routes it."""
-        (found,) = self.cluster.get(
-            "services", "-n", NAMESPACE, f"--field-selector=metadata.name={RELEASE}-kvmesh-{service}"
-        )
-        return f"http://{found['spec']['clusterIP']}:{found['spec']['ports'][0]['port']}"
-
-    def client(self) -> openai.OpenAI:
-        """A client of the router; it does not try again by itself."""
-        return openai.OpenAI(base_url=f"{self.address('router')}/v1", api_key="key-one", max_retries=0, timeout=170)
-
-    def condition(self) -> str:
-        """What there is to say when something does not work: pods, events, ends of logs."""
-        parts = [self.kubectl("get", "pods", "-o", "wide"), self.kubectl("get", "events", "--sort-by=.lastTimestamp")]
-        for pod in self.cluster.get("pods", "-n", NAMESPACE):
-            if not is_ready(pod):
-                log = self.kubectl("logs", "--all-containers", "--tail=15", pod["metadata"]["name"])
-                parts.append(f"{pod['metadata']['name']}:\n{log}")
-        return "\n".join(parts)
-
-    def wait(self, what: str, holds: Callable[[], bool], timeout_s: float = READY_S) -> None:
-        """Until something holds; what the pods say is told when it does not."""
-        deadline_s = time.monotonic() + timeout_s
-        while not holds():
-            if time.monotonic() > deadline_s:
-                pytest.fail(f"not within {timeout_s} s: {what}\n{self.condition()}")
-            time.sleep(0.5)
+WAITING = ("--wait", "--timeout", "400s")
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    absent = [name for name in BINARIES if not (BINARY_DIR / name).exists()]
-    if absent:
-        pytest.skip(f"{BINARY_DIR} has no {', '.join(absent)}: 'make k8s-build' builds them once")
-    if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
-        pytest.skip(f"missing: {', '.join(missing)}")
-    if not IMAGES.exists():
-        pytest.skip(f"there is no {IMAGES}: 'make k8s-images' makes it")
-    with Cluster(BINARY_DIR, CACHE / "helm4" / "kubectl", CACHE / "k8s-state", [IMAGES]) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def release(cluster: Cluster) -> Release:
+def release(cluster: Cluster, models: Path) -> Release:
     """Installed with Helm 4, with etcd on a volume, two coordinators and API keys, and every pod ready."""
-    models = cluster.run_dir / "models"
-    shutil.copytree(fetch(DEFAULT_MODEL).path.parent, models / DEFAULT_MODEL)
-    subprocess.run(["chmod", "-R", "a+rX", models], check=True)
-    subprocess.run(["chown", "-R", "10001:10001", models], check=True)
     volume = cluster.run_dir / "etcd-volume"
     volume.mkdir(mode=0o700)
     os.chown(volume, 10001, 10001)
-    cluster.kubectl("create", "namespace", NAMESPACE)
     cluster.kubectl("apply", "-f", "-", stdin=json.dumps(persistent_volume(volume)))
-    values = cluster.run_dir / "values.json"
-    values.write_text(json.dumps(values_of(models)))
-    installed = Release(cluster, values)
-    try:
-        installed.helm("install", RELEASE, CHART, "-f", values, "--wait", "--timeout", f"{READY_S:.0f}s")
-    except HelmError as error:
-        pytest.fail(f"{error}\n{installed.condition()}")
+    installed = Release(cluster, "mesh", small_values(models))
+    installed.install()
     return installed
 
 
-def values_of(models: Path) -> dict[str, Any]:
-    """Small pods: two cores run them all."""
-    server = {"settings": {"num_threads": 1, "drain_s": 60, "device_memory_bytes": 1 << 28}, "resources": SMALL}
-    return {
-        # The init container finds the model complete: pods of this cluster reach nothing outside.
-        "model": {"volume": {"hostPath": {"path": str(models), "type": "Directory"}}},
-        "apiKeys": {"keys": ["key-one"]},
-        "router": {"resources": SMALL, "preStopSeconds": 2},
-        "context": {"replicas": 1, **server},
-        "generation": {"replicas": 2, **server},
-        "indexer": {"resources": SMALL},
-        "coordinator": {"replicas": 2, "resources": SMALL, "settings": {"lease_s": 5}},
-        "etcd": {"resources": SMALL},
-    }
+@pytest.fixture(scope="module")
+def client(release: Release) -> Iterator[openai.OpenAI]:
+    with release.client() as client:
+        yield client
 
 
 def persistent_volume(path: Path) -> dict[str, Any]:
@@ -145,42 +54,29 @@ def persistent_volume(path: Path) -> dict[str, Any]:
     }
 
 
-def ask(client: openai.OpenAI, *, max_tokens: int = 16, question: str = "What is the capital of France?") -> str:
-    reply = client.chat.completions.create(
-        model=DEFAULT_MODEL,
-        messages=[{"role": "user", "content": question}],
-        temperature=0,
-        max_tokens=max_tokens,
-    )
-    return reply.choices[0].message.content or ""
-
-
-def test_every_pod_is_ready_and_answers(release: Release) -> None:
+def test_every_pod_is_ready_and_answers(release: Release, client: openai.OpenAI) -> None:
     found = {component: len(release.pods(component)) for component in COMPONENTS}
     assert found == {"router": 1, "context": 1, "generation": 2, "indexer": 1, "coordinator": 2, "etcd": 1}
     assert all(is_ready(pod) for component in COMPONENTS for pod in release.pods(component))
-    assert ask(release.client()) == ANSWER
+    assert ask(client) == ANSWER
 
 
-COMPONENTS = ("router", "context", "generation", "indexer", "coordinator", "etcd")
-
-
-def test_streams_and_wrong_keys(release: Release) -> None:
-    stream = release.client().chat.completions.create(
+def test_streams_and_wrong_keys(release: Release, client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
         model=DEFAULT_MODEL,
-        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        messages=[{"role": "user", "content": QUESTION}],
         temperature=0,
         max_tokens=16,
         stream=True,
     )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == ANSWER
-    with pytest.raises(openai.AuthenticationError):
-        ask(release.client().with_options(api_key="wrong"))
+    with release.client(api_key="wrong") as stranger, pytest.raises(openai.AuthenticationError):
+        ask(stranger)
 
 
 def test_the_charts_own_test_passes(release: Release) -> None:
-    assert "Phase:          Succeeded" in release.helm("test", RELEASE)
-    assert "Paris" in release.kubectl("logs", f"{RELEASE}-kvmesh-test-chat")
+    assert "Phase:          Succeeded" in release.helm("test", release.name)
+    assert "Paris" in release.kubectl("logs", f"{release.full}-test-chat")
 
 
 def test_containers_are_confined(release: Release) -> None:
@@ -200,127 +96,124 @@ def test_containers_are_confined(release: Release) -> None:
         assert "key-one" not in variables
 
 
+def test_logs_have_no_secrets(release: Release) -> None:
+    (secret,) = release.get("secrets", f"--field-selector=metadata.name={release.full}-cluster-secret")
+    value = base64.b64decode(secret["data"]["cluster-secret"]).decode()
+    for component in COMPONENTS:
+        for pod in release.pods(component):
+            log = release.kubectl("logs", "--all-containers", pod["metadata"]["name"])
+            assert value not in log
+            assert "key-one" not in log
+
+
 def test_service_accounts_may_do_nothing(release: Release) -> None:
     """None of the services asks Kubernetes for anything, unless the coordinator watches EndpointSlices."""
     for component in COMPONENTS:
         for verb, what in (("list", "pods"), ("get", "secrets"), ("list", "endpointslices.discovery.k8s.io")):
-            assert not may(release, component, verb, what)
+            assert not release.may(component, verb, what)
 
 
-def may(release: Release, component: str, verb: str, what: str) -> bool:
-    account = f"system:serviceaccount:{NAMESPACE}:{RELEASE}-kvmesh-{component}"
-    place = ("--kubeconfig", release.cluster.kubeconfig, "--namespace", NAMESPACE)
-    done = subprocess.run(
-        [release.cluster.kubectl_binary, *place, "auth", "can-i", verb, what, "--as", account],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.stdout.strip() in ("yes", "no"), done.stderr
-    return done.stdout.strip() == "yes"
-
-
-def test_deleting_a_generation_pod_under_load_loses_nothing(release: Release) -> None:
+def test_deleting_a_generation_pod_under_load_loses_nothing(release: Release, client: openai.OpenAI) -> None:
     """The pod drains: its requests end there, new ones go to the other."""
     with ThreadPoolExecutor(6) as pool:
-        client = release.client()
         answers: list[Future[str]] = [
-            pool.submit(ask, client, max_tokens=32, question=f"Count from {i} to ten.") for i in range(24)
+            pool.submit(ask, client, f"Count from {i} to ten.", max_tokens=32) for i in range(24)
         ]
         release.wait("requests run", lambda: sum(answer.done() for answer in answers) >= 4)
-        release.kubectl("delete", "pod", f"{RELEASE}-kvmesh-generation-0", "--wait=false")
+        release.kubectl("delete", "pod", f"{release.full}-generation-0", "--wait=false")
         texts = [answer.result(timeout=170) for answer in answers]
     assert len(texts) == 24
     assert all(texts)
-    wait_ready(release, "generation", 2)
+    release.wait_ready("generation", 2)
 
 
-def wait_ready(release: Release, component: str, count: int) -> None:
-    def ready() -> bool:
-        pods = release.pods(component)
-        return len(pods) == count and all(is_ready(pod) and "deletionTimestamp" not in pod["metadata"] for pod in pods)
-
-    release.wait(f"{count} {component} pods are ready", ready)
-
-
-def test_killing_a_generation_pod_under_load_is_answered(release: Release) -> None:
+def test_killing_a_generation_pod_under_load_is_answered(release: Release, client: openai.OpenAI) -> None:
     """Without a warning: what had not been answered yet is tried elsewhere; nobody waits for ever."""
     with ThreadPoolExecutor(6) as pool:
-        client = release.client()
         answers: list[Future[str]] = [
-            pool.submit(ask, client, max_tokens=32, question=f"Count from {i} to twenty.") for i in range(18)
+            pool.submit(ask, client, f"Count from {i} to twenty.", max_tokens=32) for i in range(18)
         ]
         release.wait("requests run", lambda: sum(answer.done() for answer in answers) >= 4)
-        release.kubectl("delete", "pod", f"{RELEASE}-kvmesh-generation-1", "--grace-period=0", "--force")
+        release.kubectl("delete", "pod", f"{release.full}-generation-1", "--grace-period=0", "--force")
         errors = [error for answer in answers if (error := answer.exception(timeout=170)) is not None]
     assert all(isinstance(error, openai.APIStatusError) for error in errors), errors
     assert len(errors) <= 6, "no more than ran at the time"
-    wait_ready(release, "generation", 2)
-    assert ask(release.client()) == ANSWER
+    release.wait_ready("generation", 2)
+    assert ask(client) == ANSWER
 
 
-def test_a_coordinator_takes_over_from_the_other(release: Release) -> None:
+def test_a_coordinator_takes_over_from_the_other(release: Release, client: openai.OpenAI) -> None:
     leader = leading(release)
+    assert leader is not None
     release.kubectl("delete", "pod", leader, "--grace-period=0", "--force")
-    assert ask(release.client()) == ANSWER, "nothing waits for a coordinator"
-    wait_ready(release, "coordinator", 2)
-    release.wait("one leads", lambda: leading(release) is not None)
-    members = json.loads(release.kubectl("exec", leading(release), "--", *get("http://127.0.0.1:8400/members")))
-    roles = sorted(member["role"] for member in (entry.get("member", entry) for entry in members["members"]))
-    assert roles.count("generation") == 2
-    assert roles.count("context") == 1
+    assert ask(client) == ANSWER, "nothing waits for a coordinator"
+    release.wait_ready("coordinator", 2)
+    release.wait("one leads and knows all", lambda: roles(release) == ["context", "generation", "generation"])
+    assert ask(client) == ANSWER
 
 
 def leading(release: Release) -> str | None:
     """The coordinator that leads, if one does."""
     for pod in release.pods("coordinator"):
-        name = pod["metadata"]["name"]
-        if is_ready(pod):
-            metrics = release.kubectl("exec", name, "--", *get("http://127.0.0.1:8400/metrics"))
-            if "kvmesh_coordinator_leading 1.0" in metrics.splitlines():
-                return name
+        name: str = pod["metadata"]["name"]
+        try:
+            metrics = release.fetch("coordinator", "/metrics", pod=name)
+        except AssertionError:
+            continue  # it has just been killed, or has not begun to serve
+        if "kvmesh_coordinator_leading 1.0" in metrics.splitlines():
+            return name
     return None
 
 
-def get(url: str) -> list[str]:
-    """A command for a container of ours that prints what is at an address."""
-    return ["python3", "-c", f"import urllib.request as r; print(r.urlopen('{url}', timeout=5).read().decode())"]
+def roles(release: Release) -> list[str]:
+    """Of the servers that the leading coordinator knows."""
+    leader = leading(release)
+    if leader is None:
+        return []
+    try:
+        members = json.loads(release.fetch("coordinator", "/members", pod=leader))["members"]
+    except AssertionError:
+        return []
+    return sorted(role for entry in members if (role := entry["member"]["role"]) in ("context", "generation"))
 
 
-def test_upgrade_and_rollback(release: Release) -> None:
-    """More servers with other settings, and back; the cluster secret stays what it was."""
-    secret = release.kubectl("get", "secret", f"{RELEASE}-kvmesh-cluster-secret", "-o", "jsonpath={.data}")
-    more = ("--set", "context.replicas=2", "--set", "router.settings.max_inflight=77", "--wait", "--timeout", "300s")
-    release.helm("upgrade", RELEASE, CHART, "-f", release.values, *more)
-    wait_ready(release, "context", 2)
-    router = release.pods("router")
-    assert "max_inflight: 77" in release.kubectl("get", "configmap", f"{RELEASE}-kvmesh-router", "-o", "yaml")
-    assert ask(release.client()) == ANSWER
-    release.helm("rollback", RELEASE, "1", "--wait", "--timeout", "300s")
-    wait_ready(release, "context", 1)
-    release.wait("the router is the earlier one", lambda: len(release.pods("router")) == 1)
-    assert release.pods("router")[0]["metadata"]["name"] != router[0]["metadata"]["name"]
-    assert ask(release.client()) == ANSWER
-    assert secret == release.kubectl("get", "secret", f"{RELEASE}-kvmesh-cluster-secret", "-o", "jsonpath={.data}")
-    assert [entry["status"] for entry in json.loads(release.helm("history", RELEASE, "-o", "json"))][-1] == "deployed"
+def test_upgrade_and_rollback(release: Release, client: openai.OpenAI) -> None:
+    """More servers, another setting of the router, and back; the cluster secret and the other servers stay."""
+    secret = release.kubectl("get", "secret", f"{release.full}-cluster-secret", "-o", "jsonpath={.data}")
+    servers = {pod["metadata"]["uid"] for pod in release.pods("generation")}
+    more = ("--set", "context.replicas=2", "--set", "router.settings.max_inflight=77")
+    release.helm("upgrade", release.name, CHART, "-f", release.file, *more, *WAITING)
+    release.wait_ready("context", 2)
+    release.wait_ready("router", 1)
+    router = release.pods("router")[0]["metadata"]["name"]
+    assert "max_inflight: 77" in release.kubectl("get", "configmap", f"{release.full}-router", "-o", "yaml")
+    assert ask(client) == ANSWER
+    release.helm("rollback", release.name, "1", *WAITING)
+    release.wait_ready("context", 1)
+    release.wait_ready("router", 1)
+    assert release.pods("router")[0]["metadata"]["name"] != router
+    assert ask(client) == ANSWER
+    assert secret == release.kubectl("get", "secret", f"{release.full}-cluster-secret", "-o", "jsonpath={.data}")
+    assert servers == {pod["metadata"]["uid"] for pod in release.pods("generation")}
+    assert json.loads(release.helm("history", release.name, "-o", "json"))[-1]["status"] == "deployed"
 
 
 def test_uninstall_leaves_only_the_volume(release: Release) -> None:
-    release.helm("uninstall", RELEASE, "--wait", "--timeout", "200s")
-    release.wait("its pods are gone", lambda: not release.cluster.get("pods", "-n", NAMESPACE))
+    release.helm("uninstall", release.name, *WAITING)
+    release.wait("its pods are gone", lambda: not release.get("pods", "-l", "app.kubernetes.io/component!=test"))
     kinds = "deployments,statefulsets,services,configmaps,secrets,serviceaccounts,networkpolicies,roles,rolebindings"
-    left = {item["metadata"]["name"] for item in release.cluster.get(kinds, "-n", NAMESPACE)}
-    assert not [name for name in left if RELEASE in name]
-    assert len(release.cluster.get("persistentvolumeclaims", "-n", NAMESPACE)) == 1
+    left = {item["metadata"]["name"] for item in release.get(kinds)}
+    assert not [name for name in left if release.full in name]
+    assert len(release.get("persistentvolumeclaims")) == 1
 
 
 def test_helm_3_installs_upgrades_and_uninstalls_it(release: Release) -> None:
     """The API server takes what Helm 3 sends, too; without waiting for pods."""
     few = ("--set", "etcd.mode=none", "--set", "coordinator.replicas=1", "--set", "context.replicas=0")
-    release.helm("install", "r3", CHART, *few, version="helm3")
-    release.helm("upgrade", "r3", CHART, *few, "--set", "router.replicas=2", version="helm3")
-    release.helm("rollback", "r3", "1", version="helm3")
-    (router,) = release.cluster.get("deployments", "-n", NAMESPACE, "-l", "app.kubernetes.io/component=router")
+    release.helm("install", "older", CHART, *few, version="helm3")
+    release.helm("upgrade", "older", CHART, *few, "--set", "router.replicas=2", version="helm3")
+    release.helm("rollback", "older", "1", version="helm3")
+    (router,) = release.get("deployments", "-l", "app.kubernetes.io/component=router")
     assert router["spec"]["replicas"] == 1
-    release.helm("uninstall", "r3", version="helm3")
-    assert release.cluster.get("deployments", "-n", NAMESPACE) == []
+    release.helm("uninstall", "older", version="helm3")
+    assert release.get("deployments") == []

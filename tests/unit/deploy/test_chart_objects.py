@@ -328,6 +328,9 @@ def test_scalers_have_the_say_over_replicas() -> None:
         "r1-kvmesh-context",
     }
     assert chart.get("StatefulSet", "generation")["spec"]["replicas"] == 4
+    own = render({**DEFAULT, "generation": {"replicas": None}, "router": {"replicas": None}})
+    assert "replicas" not in own.get("StatefulSet", "generation")["spec"]
+    assert "replicas" not in own.get("Deployment", "router")["spec"]
 
 
 def test_members_know_every_coordinator_by_name() -> None:
