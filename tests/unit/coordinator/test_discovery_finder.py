@@ -355,6 +355,27 @@ async def test_only_who_answers_for_the_mesh_admits_and_only_who_leads_lets_go(s
         assert scene.events == ["joined context-0", "left context-0"]
 
 
+async def test_a_layout_that_fits_nobody_is_said(scene: Scene) -> None:
+    """It is a member all the same: the servers that fit it may be on their way."""
+    async with running(scene):
+        scene.servers |= {
+            "a": answer(info(compat_digest="aaaa")),
+            "b": answer(info("generation-0", role="generation", compat_digest="bbbb")),
+        }
+        scene.source.say("a")
+        await scene.settle()
+        assert scene.state == "a member"
+        scene.source.say("a", "b")
+        await scene.settle()
+        states = {place["instance_id"]: place["state"] for place in scene.finder.places()}
+        assert "is that of no context server: context-0 has aaaa" in states["generation-0"]
+        scene.servers["c"] = answer(info("generation-1", role="generation", compat_digest="aaaa"))
+        scene.source.say("a", "b", "c")
+        await scene.settle(LEASE_S)
+        states = {place["instance_id"]: place["state"] for place in scene.finder.places()}
+        assert states["generation-1"] == states["context-0"] == "a member"
+
+
 async def test_a_source_that_fails_takes_nobody_along() -> None:
     class Broken(FakeSource):
         async def run(self, report: Callable[[Mapping[str, bool]], None]) -> None:

@@ -6,7 +6,7 @@ whose address its sources no longer name has left. One that registers itself is 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from kvmesh.net.tls import Tls
 from kvmesh.protocol.members import Member, Role
 from kvmesh.telemetry import get_logger
 
-__all__ = ["Finder", "Place"]
+__all__ = ["Finder", "Place", "odd_layout"]
 
 ASK_TIMEOUT_S = 2.0
 """Bound of one exchange with a server."""
@@ -45,6 +45,26 @@ MOST_AT_A_TIME = 64
 AFTER_DEFECT_S = 5.0
 
 _log = get_logger("coordinator.discovery")
+
+
+def odd_layout(member: Member, members: Iterable[Member]) -> str | None:
+    """Whether none of the servers that could be paired with ``member`` has its page layout; None when one has.
+
+    Servers of one model pair only with equal layout digests, a context with a generation server.
+    """
+    partner = {"context": "generation", "generation": "context"}.get(member.role)
+    others = [
+        other
+        for other in members
+        if other.role == partner and other.model == member.model and other.compat_digest and member.compat_digest
+    ]
+    if not others or any(other.compat_digest == member.compat_digest for other in others):
+        return None
+    other = others[0]
+    return (
+        f"its page layout ({member.compat_digest[:12]}) is that of no {partner} server: "
+        f"{other.instance_id} has {other.compat_digest[:12]}"
+    )
 
 
 class Place:
@@ -263,7 +283,13 @@ class Finder:
                 "server found", url=place.url, instance_id=member.instance_id, role=member.role, source=place.source
             )
         place.instance_id = member.instance_id
-        place.state = "draining" if member.draining else "a member"
+        state = "draining" if member.draining else "a member"
+        odd = odd_layout(member, self._registry.members().members)
+        if odd is not None:
+            state = f"{state}, but {odd}"
+            if place.state != state:
+                _log.warning("server will not be paired", url=place.url, instance_id=member.instance_id, problem=odd)
+        place.state = state
         return self._registry.lease_s / RENEWALS_PER_LEASE
 
     def _member(self, place: Place, answer: Answer) -> Member:
