@@ -2,9 +2,13 @@
 
 * ``stream``: the streaming sink and the encoding of its batch;
 * ``buffered``: the buffered sink, for each of the three hash algorithms;
-* ``json``: what the front spends on a fetch of one such step, not the engine.
+* ``json``: what the front spends on a fetch of one such step, not the engine;
+* ``keyed``: the streaming sink with a key, its digests, and the encoding of its batch.
 
-Beside the times: bytes that the streaming sink keeps for each block it has told. The last line is one JSON object.
+``digests`` is what they add to ``stream``, and ``lookup`` what a reader with a key spends on a prompt of 2048 tokens
+before it asks the index. Beside the times: bytes that the streaming sink keeps for each block it has told, without and
+with a salt, and that a publisher keeps for a block of a batch that it no longer replays. The last line is one JSON
+object.
 
     python benchmarks/events.py [--blocks 128] [--tokens-per-block 32] [--rounds 300]
 """
@@ -25,7 +29,10 @@ from kvmesh.cache.events import EventSink, StoredBlocks
 from kvmesh.events.buffered import BufferedSink, Envelope
 from kvmesh.events.buffered_json import events_as_json
 from kvmesh.events.encoding import encode_batch
+from kvmesh.events.keyed import StreamKey
+from kvmesh.events.live import LiveBlocks
 from kvmesh.events.names import EventHashAlgo, block_names
+from kvmesh.events.published import PublishedSet
 from kvmesh.events.sink import StreamSink
 from kvmesh.hashing import ReuseScope
 from kvmesh.protocol.events import EventBatch
@@ -34,9 +41,11 @@ VOCABULARIES = (49_152, 128_000)
 """Token ids of 2 bytes on the wire, and of 4."""
 ALGORITHMS: tuple[EventHashAlgo, ...] = ("v2_sha256", "v2_sha256_64", "v1_block_key")
 MEMORY_STEPS = 200
+KEY = StreamKey(bytes(range(32)))
+PROMPT_TOKENS = 2048
 
 
-def steps(count: int, blocks: int, size: int, vocabulary: int) -> list[StoredBlocks]:
+def steps(count: int, blocks: int, size: int, vocabulary: int, salt: int | None = None) -> list[StoredBlocks]:
     """Chains of new blocks, each under random keys."""
     generator = np.random.default_rng(1)
     priorities = np.full(blocks, 35, np.uint8)
@@ -45,7 +54,7 @@ def steps(count: int, blocks: int, size: int, vocabulary: int) -> list[StoredBlo
         data = generator.bytes(32 * blocks)
         keys = [data[at : at + 32] for at in range(0, len(data), 32)]
         tokens = generator.integers(0, vocabulary, (blocks, size), dtype=np.int32)
-        made.append(StoredBlocks(ReuseScope(), None, keys, tokens, 0, priorities))
+        made.append(StoredBlocks(ReuseScope(salt=salt), None, keys, tokens, 0, priorities))
     return made
 
 
@@ -61,17 +70,60 @@ def measure(sink: EventSink, finish: Callable[[], object], work: list[StoredBloc
     return statistics.median(times)
 
 
-def kept_bytes(blocks: int, size: int) -> float:
-    """Bytes that a streaming sink keeps for each told block."""
-    sink, work = StreamSink(size), steps(MEMORY_STEPS, blocks, size, VOCABULARIES[0])
+def kept_bytes(blocks: int, size: int, salt: int | None = None) -> float:
+    """Bytes that a streaming sink with digests keeps for each told block."""
+    published = PublishedSet()
+    sink, work = StreamSink(size, published=published), steps(MEMORY_STEPS, blocks, size, VOCABULARIES[0], salt)
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     for chain in work:
         sink.on_stored(0, chain)
         sink.take()
+        published.commit(0)
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return (after - before) / (MEMORY_STEPS * blocks)
+
+
+def forgotten_bytes(blocks: int, size: int) -> float:
+    """Bytes that a publisher keeps for each block that is still held, of batches that it no longer replays."""
+    sink, work = StreamSink(size), steps(MEMORY_STEPS, blocks, size, VOCABULARIES[0])
+    live = LiveBlocks()
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for chain in work:
+        sink.on_stored(0, chain)
+        live.apply(sink.take())
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return (after - before) / (MEMORY_STEPS * blocks)
+
+
+def streamed(
+    size: int, *, key: StreamKey | None = None, digests: bool = False
+) -> tuple[StreamSink, Callable[[], object]]:
+    """A streaming sink, and what ends its step."""
+    published = PublishedSet((None, None if key is None else key.salt)) if digests else None
+    sink = StreamSink(size, key=key, published=published)
+
+    def finish() -> None:
+        events = sink.take()
+        if published is not None:
+            published.commit(0)
+        encode_batch(EventBatch(0.0, events, 0))
+
+    return sink, finish
+
+
+def lookup_us(size: int, rounds: int) -> float:
+    """Median CPU microseconds of the disguise of a prompt."""
+    prompt = np.random.default_rng(1).integers(0, VOCABULARIES[1], PROMPT_TOKENS, dtype=np.int32)
+    times = []
+    for _ in range(rounds):
+        begin = time.process_time_ns()
+        KEY.disguise(prompt, size, ReuseScope())
+        times.append((time.process_time_ns() - begin) / 1000)
+    return statistics.median(times)
 
 
 def main() -> None:
@@ -84,10 +136,10 @@ def main() -> None:
     cpu_us: dict[str, float] = {}
     for vocabulary in VOCABULARIES:
         work = steps(options.rounds, options.blocks, size, vocabulary)
-        stream = StreamSink(size)
-        cpu_us[f"stream, vocabulary {vocabulary}"] = measure(
-            stream, lambda sink=stream: encode_batch(EventBatch(0.0, sink.take(), 0)), work
-        )
+        cpu_us[f"stream, vocabulary {vocabulary}"] = measure(*streamed(size), work)
+    cpu_us["digests"] = measure(*streamed(size, digests=True), work) - cpu_us[f"stream, vocabulary {VOCABULARIES[-1]}"]
+    cpu_us["keyed"] = measure(*streamed(size, key=KEY, digests=True), work)
+    cpu_us[f"lookup of {PROMPT_TOKENS} tokens"] = lookup_us(size, options.rounds)
     for algo in ALGORITHMS:
         names = block_names(algo, manager_v2=True, tokens_per_block=size, vocab_size=VOCABULARIES[1])
         buffered = BufferedSink(size, names, Envelope(algo, (8192,)))
@@ -99,13 +151,18 @@ def main() -> None:
     cpu_us["json"] = with_json - cpu_us["buffered, v2_sha256"]
     for name, value in cpu_us.items():
         print(f"{name:28s} {value:8.1f} us")
-    kept = kept_bytes(options.blocks, size)
-    print(f"{'kept for a told block':28s} {kept:8.2f} bytes")
+    kept = {
+        "for a told block": kept_bytes(options.blocks, size),
+        "for a told block with a salt": kept_bytes(options.blocks, size, salt=1),
+        "for a block no longer replayed": forgotten_bytes(options.blocks, size),
+    }
+    for name, value in kept.items():
+        print(f"kept {name:30s} {value:8.2f} bytes")
     summary = {
         "blocks": options.blocks,
         "tokens_per_block": size,
         "cpu_us": cpu_us,
-        "kept_bytes_per_block": kept,
+        "kept_bytes": kept,
     }
     print(json.dumps(summary))
 
