@@ -29,7 +29,7 @@ class MatchRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     protocol: int = PROTOCOL_VERSION
 
 
-class WorkerMatch(msgspec.Struct, array_like=True):
+class WorkerMatch(msgspec.Struct, array_like=True, gc=False):
     """Leading tokens that one worker holds, by tier; a colder tier's count includes what the warmer ones hold."""
 
     instance_id: str

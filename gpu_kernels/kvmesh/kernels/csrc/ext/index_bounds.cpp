@@ -28,8 +28,7 @@ void Core::predict(uint32_t stream, uint32_t scope, Cut cut, const uint64_t* key
       counters.forgotten += count - i;
       break;
     }
-    uint32_t node = nodes.find(tree, keys[i]);
-    if (node == kNone) node = nodes.add(tree, keys[i], parent);
+    const uint32_t node = nodes.find_or_add(tree, keys[i], parent);
     const Status before = status(node, source);
     if ((before & held_in(kDevice)) != 0) {
       const uint32_t at = predicted.find(node);
@@ -47,9 +46,9 @@ void Core::predict(uint32_t stream, uint32_t scope, Cut cut, const uint64_t* key
 }
 
 void Core::hold_predicted(Source& source, uint32_t node, uint32_t due) {
-  const Status before = status(node, source);
   plan_expiry(due, source.stream, node);
-  set_status(node, source, before, status_below(status_above(node, source), before | held_in(kDevice)));
+  const Status held = (status(node, source) & kHeldMask) | held_in(kDevice);
+  set_status(node, source, status_above(node, source), held);
   source.tables[Source::kPredicted].append(prediction(due, node), node);
   ++counters.residencies;
   ++counters.predicted;

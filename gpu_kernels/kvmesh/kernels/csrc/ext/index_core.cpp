@@ -10,6 +10,8 @@ namespace {
 
 constexpr uint64_t kSeed = 1337;  // of the rolling hash, as everybody's
 constexpr size_t kChunk = 256;    // blocks for which there is room, or none is stored
+constexpr size_t kAhead = 8;      // blocks whose slots are on their way into the CPU's cache
+constexpr size_t kRemovedAtOnce = 32;
 constexpr uint64_t kRootZero = 0;  // some engines write 0 where others write nil: no parent
 constexpr size_t kDissolvedAtOnce = 4096;
 
@@ -266,14 +268,20 @@ void Core::hold_chunk(Source& source, uint32_t tree, uint32_t* parent, const Run
     } else {
       keys[i] = *parent == kNone ? locals[i] : rolled(nodes[*parent].key, locals[i]);
     }
+  }
+  for (size_t i = 0; i < kAhead && i < count; ++i) {
     nodes.prefetch(tree, keys[i]);
     held.prefetch(hashes[i]);
   }
   size_t duplicates = 0;
   Status above = *parent == kNone ? kRoot : status(*parent, source);
+  Step step;
   for (size_t i = 0; i < count; ++i) {
-    uint32_t node = nodes.find(tree, keys[i]);
-    if (node == kNone) node = nodes.add(tree, keys[i], *parent);
+    if (i + kAhead < count) {
+      nodes.prefetch(tree, keys[i + kAhead]);
+      held.prefetch(hashes[i + kAhead]);
+    }
+    uint32_t node = nodes.find_or_add(tree, keys[i], *parent);
     const uint32_t at = held.find(hashes[i]);
     if (at != kNone && held.node(at) == node) {
       ++duplicates;
@@ -282,27 +290,30 @@ void Core::hold_chunk(Source& source, uint32_t tree, uint32_t* parent, const Run
         release(source, run.tier, at);
         above = *parent == kNone ? kRoot : status(*parent, source);
         // The node may have been kept for what was just released below it.
-        node = nodes.find(tree, keys[i]);
-        if (node == kNone) node = nodes.add(tree, keys[i], *parent);
+        node = nodes.find_or_add(tree, keys[i], *parent);
       }
       try {
-        hold(source, run.tier, hashes[i], node, above);
+        hold(source, run.tier, hashes[i], node, above, &step);
       } catch (...) {
         nodes.prune(node);
         throw;
       }
     }
-    above = status(node, source);
+    above = nodes[node].state == step.to ? step.after : status(node, source);
     *parent = node;
   }
   counters.stored += count - duplicates;
   counters.duplicates += duplicates;
 }
 
-void Core::hold(Source& source, int tier, uint64_t hash, uint32_t node, Status above) {
-  const Status before = status(node, source);
-  if ((before & held_in(tier)) == 0) {
-    set_status(node, source, before, status_below(above, before | held_in(tier)));
+void Core::hold(Source& source, int tier, uint64_t hash, uint32_t node, Status above, Step* step) {
+  const uint32_t state = nodes[node].state;
+  if (state != step->from || above != step->above) {
+    const Status before = status(node, source), after = status_below(above, before | held_in(tier));
+    *step = {state, above, before, after, states.changed(state, source.number, after)};
+  }
+  if ((step->before & held_in(tier)) == 0) {
+    set_state(node, source, *step);
   } else if (tier != kDevice || !drop_prediction(source, node)) {
     source.add_twin(tier, node);
   }
@@ -311,9 +322,15 @@ void Core::hold(Source& source, int tier, uint64_t hash, uint32_t node, Status a
   ++counters.residencies;
 }
 
-void Core::set_status(uint32_t node, Source& source, Status before, Status after) {
-  if (before == after) return;
-  nodes.set_state(node, states.changed(nodes[node].state, source.number, after));
+void Core::set_status(uint32_t node, Source& source, Status above, Status held) {
+  const uint32_t state = nodes[node].state;
+  const Status before = status(node, source), after = status_below(above, held);
+  if (before != after) set_state(node, source, {state, above, before, after, states.changed(state, source.number, after)});
+}
+
+void Core::set_state(uint32_t node, Source& source, const Step& step) {
+  const Status before = step.before, after = step.after;
+  nodes.set_state(node, step.to);
   source.unready += unready(after) - unready(before);
   if ((before ^ after) >> kTiers == 0 || nodes[node].first_child == kNone) return;
   // Where nothing waits to become ready, the children, of which there may be very many, need not be looked at.
@@ -345,8 +362,8 @@ Status Core::status_above(uint32_t node, const Source& source) const {
 }
 
 void Core::clear_held(Source& source, int tier, uint32_t node) {
-  const Status before = status(node, source);
-  set_status(node, source, before, status_below(status_above(node, source), before & kHeldMask & ~held_in(tier)));
+  const Status held = status(node, source) & kHeldMask & ~held_in(tier);
+  set_status(node, source, status_above(node, source), held);
   nodes.prune(node);
 }
 
@@ -376,7 +393,8 @@ void Core::move(uint32_t stream, int tier, const uint64_t* hashes, size_t count)
       source.forgot = true;
       continue;
     }
-    hold(source, tier, hashes[i], node, status_above(node, source));
+    Step step;
+    hold(source, tier, hashes[i], node, status_above(node, source), &step);
     ++counters.stored;
   }
   enforce();
@@ -385,14 +403,23 @@ void Core::move(uint32_t stream, int tier, const uint64_t* hashes, size_t count)
 void Core::remove(uint32_t stream, int tier, const uint64_t* hashes, size_t count) {
   Source& source = this->source(stream);
   Held& held = source.tables[tier];
-  for (size_t i = 0; i < count; ++i) held.prefetch(hashes[i]);
-  for (size_t i = 0; i < count; ++i) {
-    const uint32_t at = held.find(hashes[i]);
-    if (at != kNone) {
-      release(source, tier, at);
-      ++counters.removed;
-    } else if (source.parked.empty() || !source.parked.remove(hashes[i], tier)) {
-      ++counters.unknown_removals;
+  for (size_t begin = 0; begin < count; begin += kRemovedAtOnce) {
+    const size_t end = std::min(count, begin + kRemovedAtOnce);
+    // Everything that removal reads is fetched before any of it is needed.
+    uint32_t found[kRemovedAtOnce];
+    for (size_t i = begin; i < end; ++i) held.prefetch(hashes[i]);
+    for (size_t i = begin; i < end; ++i)
+      if ((found[i - begin] = held.find(hashes[i])) != kNone) nodes.prefetch(held.node(found[i - begin]));
+    for (size_t i = begin; i < end; ++i)
+      if (found[i - begin] != kNone) nodes.prefetch_slot(held.node(found[i - begin]));
+    for (size_t i = begin; i < end; ++i) {
+      const uint32_t at = found[i - begin];
+      if (at != kNone && held.holds(at)) {
+        release(source, tier, at);
+        ++counters.removed;
+      } else if (source.parked.empty() || !source.parked.remove(hashes[i], tier)) {
+        ++counters.unknown_removals;
+      }
     }
   }
   held.tidy();

@@ -103,6 +103,13 @@ class Core {
     bool removal;
   };
 
+  // How one source's status of a node with the state `from` changes; the same for all blocks of most runs.
+  struct Step {
+    uint32_t from = kNone;
+    Status above = 0, before = 0, after = 0;
+    uint32_t to = kNone;
+  };
+
   static void set_bit(std::vector<uint64_t>& mask, uint32_t number, bool value);
   uint32_t new_number();
   void create(uint32_t stream, uint32_t scope);
@@ -120,8 +127,9 @@ class Core {
 
   Status status(uint32_t node, const Source& source) const { return states.status(nodes[node].state, source.number); }
   Status status_above(uint32_t node, const Source& source) const;
-  void hold(Source& source, int tier, uint64_t hash, uint32_t node, Status above);
-  void set_status(uint32_t node, Source& source, Status before, Status after);
+  void hold(Source& source, int tier, uint64_t hash, uint32_t node, Status above, Step* step);
+  void set_status(uint32_t node, Source& source, Status above, Status held);
+  void set_state(uint32_t node, Source& source, const Step& step);
   void spread(uint32_t node, Source& source);
   void clear_held(Source& source, int tier, uint32_t node);
   void release(Source& source, int tier, uint32_t at);

@@ -27,7 +27,7 @@ size_t Held::growth(size_t count) const {
     bytes += more(Array<uint64_t>::bytes_for(wanted), hashes_.bytes());
     bytes += more(Array<uint32_t>::bytes_for(wanted), nodes_.bytes());
   }
-  if (!table_.has_room(count)) bytes += Table::bytes_for(table_.grown_for(this->count() + count));
+  if (!table_.has_room(count)) bytes += more(Table::bytes_for(table_.grown_for(this->count() + count)), table_.bytes());
   return bytes;
 }
 

@@ -31,7 +31,7 @@ class Held {
   void prefetch(uint64_t hash) const { table_.prefetch(tag(hash)); }
   uint64_t hash(uint32_t at) const { return hashes_[at]; }
   uint32_t node(uint32_t at) const { return nodes_[at]; }  // kNone where an entry has been erased
-  void set_hash(uint32_t at, uint64_t hash) { hashes_[at] = hash; }  // the bits of the mask must stay
+  bool holds(uint32_t at) const { return at < end_ && nodes_[at] != kNone; }
 
   // As the newest; there must be room.
   void append(uint64_t hash, uint32_t node) {

@@ -19,6 +19,8 @@ constexpr uint32_t kNone = UINT32_MAX;
 // From here on an array is mapped: growing it moves pages, not bytes, and needs no second copy.
 constexpr size_t kMappedBytes = 256 * 1024;
 constexpr size_t kPageBytes = 4096;
+// From here on a mapping asks for huge pages: tables of many megabytes are read at random places.
+constexpr size_t kHugeBytes = 4 * 1024 * 1024;
 
 // How many values to make room for when `needed` do not fit: small arrays grow by half, large ones by an eighth.
 inline size_t grown(size_t needed, size_t now, size_t value_bytes) {
@@ -43,6 +45,7 @@ class Array {
   const T* data() const { return data_; }
   size_t capacity() const { return bytes_ / sizeof(T); }
   size_t bytes() const { return bytes_; }
+  size_t* account() const { return account_; }
 
   static size_t bytes_for(size_t capacity) {
     const size_t bytes = capacity * sizeof(T);
@@ -72,11 +75,12 @@ class Array {
  private:
   T* resized(size_t wanted) {
     const bool was_mapped = bytes_ >= kMappedBytes, is_mapped = wanted >= kMappedBytes;
-    if (was_mapped && is_mapped) return checked(mremap(data_, bytes_, wanted, MREMAP_MAYMOVE));
+    if (was_mapped && is_mapped) return advised(checked(mremap(data_, bytes_, wanted, MREMAP_MAYMOVE)), wanted);
     if (!was_mapped && !is_mapped && wanted > 0) return static_cast<T*>(std::realloc(data_, wanted));
     T* data = nullptr;
     if (is_mapped) {
       data = checked(mmap(nullptr, wanted, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+      advised(data, wanted);
     } else if (wanted > 0) {
       data = static_cast<T*>(std::malloc(wanted));
     }
@@ -88,6 +92,10 @@ class Array {
     } else {
       std::free(data_);
     }
+    return data;
+  }
+  static T* advised(T* data, size_t bytes) {
+    if (data != nullptr && bytes >= kHugeBytes) madvise(data, bytes, MADV_HUGEPAGE);  // it is as well without
     return data;
   }
   static T* checked(void* mapping) { return mapping == MAP_FAILED ? nullptr : static_cast<T*>(mapping); }

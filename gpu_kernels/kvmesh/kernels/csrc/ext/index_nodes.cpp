@@ -74,7 +74,7 @@ void Nodes::drop_tree(uint32_t tree) {
   free_trees_.push_back(tree);
 }
 
-uint32_t Nodes::add(uint32_t tree, uint64_t key, uint32_t parent) {
+uint32_t Nodes::add_at(size_t free, uint32_t tree, uint64_t key, uint32_t parent) {
   uint32_t node = first_free_;
   if (node == kNone) {
     node = end_++;
@@ -85,7 +85,7 @@ uint32_t Nodes::add(uint32_t tree, uint64_t key, uint32_t parent) {
   nodes_[node] = {key, parent, kNone, sibling, kNone, States::kNobody, tree};
   if (sibling != kNone) nodes_[sibling].previous = node;
   if (parent != kNone) nodes_[parent].first_child = node;
-  table_.insert(tag(tree, key), node);
+  table_.insert_at(free, tag(tree, key), node);
   ++trees_[tree].uses;
   return node;
 }
@@ -115,7 +115,7 @@ size_t Nodes::growth(size_t count) const {
   if (count > free && end_ + count - free > nodes_.capacity()) {
     bytes += Array<Node>::bytes_for(grown(end_ + count - free, end_, sizeof(Node))) - nodes_.bytes();
   }
-  if (!table_.has_room(count)) bytes += Table::bytes_for(table_.grown_for(table_.count() + count));
+  if (!table_.has_room(count)) bytes += Table::bytes_for(table_.grown_for(table_.count() + count)) - table_.bytes();
   return bytes;
 }
 

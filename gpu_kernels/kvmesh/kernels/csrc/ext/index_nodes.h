@@ -92,15 +92,22 @@ class Nodes {
   void use_tree(uint32_t tree) { ++trees_[tree].uses; }
   void drop_tree(uint32_t tree);
 
-  uint32_t find(uint32_t tree, uint64_t key) const {
-    return table_.find(tag(tree, key), [&](uint32_t node) {
-      return nodes_[node].key == key && nodes_[node].tree() == tree;
-    });
+  // The node, or kNone; then `free` is where add_at may put it.
+  uint32_t find(uint32_t tree, uint64_t key, size_t* free = nullptr) const {
+    const auto equal = [&](uint32_t node) { return nodes_[node].key == key && nodes_[node].tree() == tree; };
+    return table_.find(tag(tree, key), equal, free);
   }
   void prefetch(uint32_t tree, uint64_t key) const { table_.prefetch(tag(tree, key)); }
+  void prefetch_slot(uint32_t node) const { prefetch(nodes_[node].tree(), nodes_[node].key); }
+  void prefetch(uint32_t node) const { __builtin_prefetch(nodes_.data() + node); }
 
-  // A new node; there must be room for it.
-  uint32_t add(uint32_t tree, uint64_t key, uint32_t parent);
+  // The node, or a new one; there must be room for it.
+  uint32_t find_or_add(uint32_t tree, uint64_t key, uint32_t parent) {
+    size_t free = 0;
+    const uint32_t node = find(tree, key, &free);
+    return node == kNone ? add_at(free, tree, key, parent) : node;
+  }
+  uint32_t add_at(size_t free, uint32_t tree, uint64_t key, uint32_t parent);
   // Takes out a node that nobody holds and that has nothing below it, and its ancestors likewise.
   void prune(uint32_t node);
   void set_state(uint32_t node, uint32_t state) {

@@ -21,6 +21,30 @@ void append_text(char tag, const char* text, Py_ssize_t size, std::string* key) 
   key->append(text, size);
 }
 
+// The value of an int below 2**64, several times as fast as PyLong_AsUnsignedLongLong; false for anything else.
+bool read_plain(PyObject* object, uint64_t* value) {
+  static_assert(PyLong_SHIFT == 30);
+  if (!PyLong_CheckExact(object)) return false;
+#if PY_VERSION_HEX >= 0x030C0000
+  const _PyLongValue& number = reinterpret_cast<PyLongObject*>(object)->long_value;
+  if ((number.lv_tag & 3) == 2) return false;  // negative
+  const size_t count = number.lv_tag >> 3;
+  const digit* digits = number.ob_digit;
+#else
+  const Py_ssize_t count = Py_SIZE(object);
+  const digit* digits = reinterpret_cast<PyLongObject*>(object)->ob_digit;
+#endif
+  switch (count) {
+    case 0: *value = 0; return true;
+    case 1: *value = digits[0]; return true;
+    case 2: *value = digits[0] | static_cast<uint64_t>(digits[1]) << 30; return true;
+    case 3:
+      *value = digits[0] | static_cast<uint64_t>(digits[1]) << 30 | static_cast<uint64_t>(digits[2]) << 60;
+      return digits[2] < 16;
+    default: return false;
+  }
+}
+
 // Numbers of a list as int32.
 bool read_token_list(PyObject* list, size_t most, std::vector<int32_t>* tokens) {
   const size_t count = std::min<size_t>(PyList_GET_SIZE(list), most);
@@ -139,6 +163,7 @@ bool read_hashes(PyObject* object, std::vector<uint64_t>* hashes) {
   PyObject** items = PySequence_Fast_ITEMS(object);
   hashes->resize(count);
   for (Py_ssize_t i = 0; i < count; ++i) {
+    if (read_plain(items[i], &(*hashes)[i])) continue;
     (*hashes)[i] = PyLong_AsUnsignedLongLong(items[i]);
     if ((*hashes)[i] == UINT64_MAX && PyErr_Occurred()) return false;
   }

@@ -12,32 +12,35 @@ uint32_t find_scope(State& state, PyObject* model, PyObject* tenant, PyObject* l
   return *failed ? kNone : state.core.nodes.scopes.find(state.scope_key);
 }
 
+struct Named {
+  Ref instance_id, rank;
+  Match match;
+};
+
 // One match: (instance_id, dp_rank, device, host, disk tokens).
-PyObject* new_match(State& state, const Names& names, const uint64_t* tokens) {
+PyObject* new_match(State& state, const Named& named) {
+  const uint64_t* tokens = named.match.tokens;
   const Ref device(PyLong_FromUnsignedLongLong(tokens[kDevice]));
   const Ref host = tokens[kHost] == tokens[kDevice] ? Ref::borrowed(device.get())
                                                     : Ref(PyLong_FromUnsignedLongLong(tokens[kHost]));
   const Ref disk =
       tokens[kDisk] == tokens[kHost] ? Ref::borrowed(host.get()) : Ref(PyLong_FromUnsignedLongLong(tokens[kDisk]));
   if (!device || !host || !disk) return nullptr;
-  PyObject* arguments[] = {names.instance_id.get(), names.rank.get(), device.get(), host.get(), disk.get()};
+  PyObject* arguments[] = {named.instance_id.get(), named.rank.get(), device.get(), host.get(), disk.get()};
   return PyObject_Vectorcall(state.types.match.get(), arguments, 5, nullptr);
 }
 
 PyObject* new_matches(State& state, const std::vector<Match>& found) {
   // Making objects may run other Python code, which may use the index: from here on everything is this call's own.
-  std::vector<std::pair<Names, Match>> matches;
+  std::vector<Named> matches;
   matches.reserve(found.size());
   for (const Match& match : found) {
     const Names& names = state.names[state.core.source_numbered(match.number)->stream];
-    Names copy;
-    copy.instance_id = Ref::borrowed(names.instance_id.get());
-    copy.rank = Ref::borrowed(names.rank.get());
-    matches.emplace_back(std::move(copy), match);
+    matches.push_back({Ref::borrowed(names.instance_id.get()), Ref::borrowed(names.rank.get()), match});
   }
   Ref list(PyList_New(static_cast<Py_ssize_t>(matches.size())));
   for (size_t i = 0; list && i < matches.size(); ++i) {
-    PyObject* match = new_match(state, matches[i].first, matches[i].second.tokens);
+    PyObject* match = new_match(state, matches[i]);
     if (match == nullptr) return nullptr;
     PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), match);
   }

@@ -122,7 +122,7 @@ void Restorer::read_nodes(Reader& reader) {
     if (parent != kNone && core_.nodes[parent].tree() != tree) throw DamagedError();
     if (core_.nodes.find(tree, key) != kNone) throw DamagedError();
     const bool placed = (number == kNone || parent != kNone) && room(1, nullptr, 0);
-    nodes_.push_back(placed ? core_.nodes.add(tree, key, parent) : kNone);
+    nodes_.push_back(placed ? core_.nodes.find_or_add(tree, key, parent) : kNone);
   }
 }
 
@@ -151,13 +151,14 @@ void Restorer::read_held(Reader& reader) {
       source.forgot = true;
       continue;
     }
-    const Status above = core_.status_above(node, source), before = core_.status(node, source);
+    const Status above = core_.status_above(node, source);
     if (!predicted) {
       if (held.find(hash) != kNone) throw DamagedError();
-      core_.hold(source, table, hash, node, above);
+      Core::Step step;
+      core_.hold(source, table, hash, node, above, &step);
       continue;
     }
-    if ((before & held_in(kDevice)) != 0 || hash > UINT32_MAX - now_) throw DamagedError();
+    if ((core_.status(node, source) & held_in(kDevice)) != 0 || hash > UINT32_MAX - now_) throw DamagedError();
     core_.hold_predicted(source, node, now_ + static_cast<uint32_t>(hash));
   }
 }

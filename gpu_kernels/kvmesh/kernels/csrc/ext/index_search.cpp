@@ -2,6 +2,20 @@
 #include "index_search.h"
 
 namespace kvmesh::index {
+namespace {
+
+// The node with this key. Blocks that were stored together lie next to each other, so it is first looked for at the same
+// distance from a block before it as in the prompt.
+uint32_t find_near(const Nodes& nodes, uint32_t tree, uint64_t key, uint32_t node, size_t distance) {
+  const size_t guess = node + distance;
+  if (guess < nodes.end()) {
+    const Node& there = nodes[static_cast<uint32_t>(guess)];
+    if (there.key == key && there.tree() == tree) return static_cast<uint32_t>(guess);
+  }
+  return nodes.find(tree, key);
+}
+
+}  // namespace
 
 void Search::begin() {
   for (const Match& match : found_) entry_of_[match.number] = kNone;
@@ -40,7 +54,7 @@ void Search::reach(uint32_t tree, const uint64_t* keys, size_t count, int tier, 
     // The last block that all of them have: first try the prompt's end, then halve.
     size_t low = end, high = count;
     for (size_t probe = count - 1; high - low > 1; probe = (low + high) / 2) {
-      const uint32_t node = core_.nodes.find(tree, keys[probe]);
+      const uint32_t node = find_near(core_.nodes, tree, keys[probe], last, probe - low);
       if (node != kNone && all_ready(node, tier)) {
         low = probe;
         last = node;
@@ -50,7 +64,7 @@ void Search::reach(uint32_t tree, const uint64_t* keys, size_t count, int tier, 
     }
     end = low + 1;
     core_.nodes[last].set_asked(true);
-    const uint32_t further = end < count ? core_.nodes.find(tree, keys[end]) : kNone;
+    const uint32_t further = end < count ? find_near(core_.nodes, tree, keys[end], last, 1) : kNone;
     rest_bits_ = bits_;
     rest_words_ = words_;
     keep_ready(further, tier, nullptr);

@@ -99,7 +99,7 @@ void Sets::keep(const std::vector<bool>& wanted) {
   }
 }
 
-Status States::status(uint32_t state, uint32_t source) const {
+Status States::computed(uint32_t state, uint32_t source) const {
   if (state == kNobody) return 0;
   // Usually the device's set and the ready sets are one and the same, and the others empty.
   constexpr int kOrder[kSets] = {kDevice, kTiers, kTiers + 1, kTiers + 2, kHost, kDisk};
@@ -151,6 +151,7 @@ uint32_t States::interned(const State& state) {
 
 void States::sweep() {
   cache_.fill({});
+  last_ = {};
   std::vector<bool> wanted(sets_.end());
   for (uint32_t state = 1; state < end_; ++state) {
     State& entry = states_[state];

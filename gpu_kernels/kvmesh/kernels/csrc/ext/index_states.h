@@ -86,7 +86,10 @@ class States {
 
   explicit States(size_t* account) : sets_(account), states_(account), table_(account) {}
 
-  Status status(uint32_t state, uint32_t source) const;
+  Status status(uint32_t state, uint32_t source) const {
+    if (state != last_.state || source != last_.source) last_ = {state, source, computed(state, source), 0};
+    return static_cast<Status>(last_.status);
+  }
   // The state that differs from `state` in one source's status only. Not yet counted as used.
   uint32_t changed(uint32_t state, uint32_t source, Status status);
   Sets::View ready(uint32_t state, int tier) const { return sets_.view(set(state, kTiers + tier)); }
@@ -119,6 +122,7 @@ class States {
 
   uint32_t set(uint32_t state, int which) const { return state == kNobody ? Sets::kEmpty : states_[state].sets[which]; }
   uint32_t interned(const State& state);
+  Status computed(uint32_t state, uint32_t source) const;
 
   Sets sets_;
   Array<State> states_;
@@ -127,6 +131,7 @@ class States {
   size_t unused_ = 0;
   std::vector<uint32_t> free_;
   std::array<Change, kCached> cache_{};  // an entry of zeros is true
+  mutable Change last_{};  // the status that was asked for last
 };
 
 }  // namespace kvmesh::index
