@@ -94,6 +94,8 @@ class TlsListener(Collector):
                     try:
                         connection, _ = await loop.sock_accept(self._listener)
                     except OSError as error:
+                        if error.errno in (errno.EBADF, errno.EINVAL):
+                            return  # the listener is closed
                         if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                             await anyio.sleep(EXHAUSTED_S)
                         continue  # else: a client that left before it was accepted
@@ -116,10 +118,11 @@ class TlsListener(Collector):
                     self._protocol, connection, ssl=self._tls.server(), ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S
                 )
             self._handshakes += 1
-        except (TimeoutError, OSError) as error:
+        except Exception as error:
+            # The border of the service: whatever a stranger brings about here must not reach the others.
             connection.close()
             self._refuse(_reason(error), error)
-        except BaseException:
+        except anyio.get_cancelled_exc_class():
             connection.close()
             raise
 

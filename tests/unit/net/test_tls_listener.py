@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import random
+import socket
+import ssl
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -157,6 +162,55 @@ async def test_noise_is_refused_and_a_bare_connection_is_no_refusal(files: Files
         await (await anyio.connect_tcp("127.0.0.1", int(url.rpartition(":")[2]))).aclose()
         assert await ask(url, trusting(files)) == ""
         assert count(service, 'kvmesh_tls_refused_total{reason="broken"}') == 1
+
+
+def test_a_storm_of_broken_connections_harms_nobody(files: Files, stranger: Files) -> None:
+    """On the loop that services run on: noise, resets at any point of a handshake, and clients that trust nobody."""
+    anyio.run(_storm, files, stranger, backend_options={"use_uvloop": True})
+
+
+async def _storm(files: Files, stranger: Files) -> None:
+    choose = random.Random(7)
+    hello = _client_hello()
+
+    async def break_off(port: int) -> None:
+        plain = socket.socket()
+        plain.setblocking(False)
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError), plain:
+            await loop.sock_connect(plain, ("127.0.0.1", port))
+            data = choose.choice([b"GET / HTTP/1.1\r\n\r\n", b"\x16" + choose.randbytes(64), hello, b""])
+            await loop.sock_sendall(plain, data[: choose.randint(0, len(data))])
+            if choose.random() < 0.5:
+                with anyio.move_on_after(0.05):
+                    await loop.sock_recv(plain, 4096)
+            if choose.random() < 0.5:
+                plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+
+    async def distrust(url: str) -> None:
+        with contextlib.suppress(PeerUnreachableError):
+            await ask(url, trusting(stranger))
+
+    async with door(tls_of(files)) as (url, service):
+        port = int(url.rpartition(":")[2])
+        for _ in range(5):
+            async with anyio.create_task_group() as tasks:
+                for _ in range(40):
+                    tasks.start_soon(break_off, port)
+                for _ in range(4):
+                    tasks.start_soon(distrust, url)
+                tasks.start_soon(ask, url, trusting(files))
+        assert await ask(url, trusting(files)) == ""
+        assert count(service, "kvmesh_tls_handshakes_total") == 6
+        assert count(service, 'kvmesh_tls_refused_total{reason="broken"}') > 20
+
+
+def _client_hello() -> bytes:
+    context = ssl.create_default_context()
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(incoming, outgoing, server_hostname="localhost").do_handshake()
+    return outgoing.read()
 
 
 async def test_a_service_that_stops_ends_connections_and_waiting_handshakes(files: Files) -> None:
