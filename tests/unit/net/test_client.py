@@ -1,0 +1,72 @@
+"""The client of services: keys that change, and redirects that take them along."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from kvmesh.net.auth import ApiKeys
+from kvmesh.net.client import HttpClient, PeerUnreachableError
+from kvmesh.net.http import api_key_middleware, json_response
+from kvmesh.net.service import Service, serving
+from kvmesh.protocol.errors import ApiError
+
+
+class Leader(Service):
+    """Asks for a key and echoes bodies."""
+
+    def __init__(self, keys: ApiKeys) -> None:
+        super().__init__("leader", middleware=[api_key_middleware(keys)])
+        self.app.router.add_post("/members", self._echo)
+
+    async def _echo(self, request: web.Request) -> web.Response:
+        return json_response({"body": (await request.read()).decode(), "query": request.query_string})
+
+
+class Follower(Service):
+    """Sends everybody elsewhere."""
+
+    def __init__(self, elsewhere: str = "") -> None:
+        super().__init__("follower")
+        self.elsewhere = elsewhere
+        self.app.router.add_post("/members", self._redirect)
+
+    async def _redirect(self, request: web.Request) -> web.Response:
+        return json_response({}, 307, {"Location": f"{self.elsewhere}{request.path_qs}"})
+
+
+async def test_a_redirect_takes_body_and_key_along_to_another_host(tmp_path: Path) -> None:
+    """A coordinator that follows sends to the one that leads, which asks for the same key."""
+    file = tmp_path / "keys"
+    file.write_text("mesh sk-1\n")
+    keys = ApiKeys(file)
+    async with serving(Leader(keys)) as leader, serving(Follower(leader)) as follower:
+        wanted = {"body": '{"a":1}', "query": "x=1"}
+        async with HttpClient(keys=keys) as http:
+            assert await http.call("POST", f"{follower}/members?x=1", dict[str, str], body={"a": 1}) == wanted
+        async with HttpClient(headers={"Authorization": "Bearer sk-1"}) as http:
+            assert await http.call("POST", f"{follower}/members?x=1", dict[str, str], body={"a": 1}) == wanted
+        async with HttpClient() as http:
+            with pytest.raises(ApiError) as caught:
+                await http.call("POST", f"{follower}/members", dict[str, str], body={})
+            assert caught.value.status == 401
+
+
+async def test_a_key_that_changes_is_sent_from_the_next_request_on(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("sk-old\n")
+    async with serving(Leader(ApiKeys(fixed=["sk-new"]))) as url, HttpClient(keys=ApiKeys(file)) as http:
+        with pytest.raises(ApiError):
+            await http.call("POST", f"{url}/members", dict[str, str], body={})
+        file.write_text("sk-new\n")
+        assert (await http.call("POST", f"{url}/members", dict[str, str], body={}))["body"] == "{}"
+
+
+async def test_redirects_in_a_circle_end() -> None:
+    follower = Follower()
+    async with serving(follower) as url, HttpClient(timeout_s=5.0) as http:
+        follower.elsewhere = url
+        with pytest.raises((ApiError, PeerUnreachableError)):
+            await http.call("POST", f"{url}/members", dict[str, str], body={})
