@@ -38,7 +38,7 @@ OF_CHART: dict[type[BaseModel], set[str]] = {
         *("role", "model", "served_model_name", "instance_id", "transfer_bind_host", "coordinator_url"),
         *("cluster_secret", "cluster_secret_file", "kv_cache_config", "cache_transceiver_config"),
     },
-    IndexerSettings: {"match_endpoint", "coordinator_url"},
+    IndexerSettings: {"match_endpoint", "coordinator_url", "snapshot_path"},
     CoordinatorSettings: {"etcd_endpoints", "advertise_url", "discovery"},
 }
 
@@ -128,7 +128,7 @@ def values_schema() -> Schema:
             router=router,
             context=worker,
             generation=worker,
-            indexer=record(**pod_values(), settings=settings[IndexerSettings]),
+            indexer=record(**pod_values(), replicas=whole(1), settings=settings[IndexerSettings]),
             coordinator=coordinator,
             etcd=etcd,
             serviceAccount=record(create=FLAG, annotations=TEXT_MAP, existing=record(**accounts)),

@@ -57,6 +57,8 @@ cache_transceiver_config:
 {{- define "kvmesh.config.indexer" -}}
 port: 8300
 match_endpoint: tcp://*:8301
+# For a container that is started again in its pod; what was missed since is replayed by the servers.
+snapshot_path: /var/lib/kvmesh/index/index.snapshot
 coordinator_url: {{ include "kvmesh.coordinatorUrls" (index . 0) | quote }}
 {{- end -}}
 
