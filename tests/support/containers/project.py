@@ -48,7 +48,7 @@ class Project:
     def compose(self, *arguments: str, timeout_s: float = 120.0, check: bool = True, **env: str) -> str:
         """Run ``docker compose``."""
         files = [option for file in FILES for option in ("--file", str(file))]
-        command = ("compose", "--progress", "plain", "--project-name", self.name, *files, *arguments)
+        command = ("compose", "--ansi", "never", "--progress", "plain", "--project-name", self.name, *files, *arguments)
         return Docker({**self.docker.env, **self.env, **env})(*command, timeout_s=timeout_s, check=check)
 
     def up(self, *arguments: str, **env: str) -> str:
@@ -72,7 +72,7 @@ class Project:
     def logs(self, *services: str) -> list[dict[str, Any]]:
         """Log lines of services that are JSON objects."""
         lines = self.compose("logs", "--no-color", "--no-log-prefix", *services).splitlines()
-        return [json.loads(line) for line in lines if line.startswith("{")]
+        return [json.loads(line[line.index("{") :]) for line in lines if "{" in line]
 
     def encrypt(self, directory: Path) -> None:
         """From now on speak TLS, with the certificate of the mesh, which goes into ``directory``."""
