@@ -128,6 +128,8 @@ class TlsListener(Collector):
 
     def _refuse(self, reason: str, error: Exception | None = None) -> None:
         self._refused[reason] += 1
+        if isinstance(error, ConnectionError):
+            return  # it has left, for reasons of its own
         count, now_s = self._refused[reason], self._clock.monotonic_s()
         last_s, told = self._logged.get(reason, (-LOG_EVERY_S, 0))
         if now_s - last_s >= LOG_EVERY_S:
