@@ -165,7 +165,6 @@ class OrderedStream:
         arrival = self._tracker.arrive(message.sequence)
         if arrival in (Arrival.RESTART, Arrival.GAP) and not await self._belongs(message.sequence, arrival):
             self.statistics.duplicates_total += 1
-            self._tracker.connect()
             return
         self._take(message, replayed=False)
 
@@ -178,9 +177,11 @@ class OrderedStream:
             if answered:
                 return False  # whoever sends a message keeps it, and it is not kept
             self._lost_batches(sequence)
-        elif arrival is Arrival.RESTART and not answered:
-            # With an answer it was a message that came twice, or late.
-            self._restarted("the publisher counts anew")
+        elif arrival is Arrival.RESTART:
+            if answered:
+                self._tracker.connect()  # it came twice, or late; those after it are judged by its number again
+            else:
+                self._restarted("the publisher counts anew")
         self._tracker.see(sequence)
         return True
 

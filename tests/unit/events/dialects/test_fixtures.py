@@ -13,12 +13,12 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import pytest
+from event_scenarios import BLOCK, SCENARIOS, Event, Removal, run
 
-from kvmesh.events.decoding import decode_batch
+from kvmesh.events.decoding import decode_batch, decode_by_dialects
 from kvmesh.events.index import PrefixIndex, Source
 from kvmesh.events.index.index import DumpedBlock
 from kvmesh.events.records import Cleared, EventRecord, Removed, Stored, Tier
-from event_scenarios import BLOCK, SCENARIOS, Event, Removal, run
 
 FOLDER = Path(__file__).parents[3] / "data" / "events"
 SOURCE = Source("engine")
@@ -82,17 +82,19 @@ def expected(scenario: str) -> set[DumpedBlock]:
 @pytest.mark.parametrize("name", FIXTURES)
 def test_the_index_is_the_same_whatever_engine_wrote_the_bytes(name: str) -> None:
     fixture = FIXTURES[name]
-    batches = [decode_batch(payload) for payload in fixture.payloads]
-    assert [batch.rejected for batch in batches] == [{}] * len(batches)
-    assert fixture.dialect in batches[0].dialects
-    found = state(index_of(batch.records for batch in batches))
-    assert found
-    assert found == expected(fixture.scenario)
+    for decode in (decode_batch, decode_by_dialects):  # the native reader of plain events, and without it
+        batches = [decode(payload) for payload in fixture.payloads]
+        assert [batch.rejected for batch in batches] == [{}] * len(batches)
+        assert fixture.dialect in batches[0].dialects
+        found = state(index_of(batch.records for batch in batches))
+        assert found
+        assert found == expected(fixture.scenario)
 
 
 def test_every_scenario_is_written_by_several_engines_and_every_note_says_by_whom() -> None:
     writers = {
-        scenario: {name.rsplit(".", 1)[0] for name in FIXTURES if name.endswith(f".{scenario}")} for scenario in SCENARIOS
+        scenario: {name.rsplit(".", 1)[0] for name in FIXTURES if name.endswith(f".{scenario}")}
+        for scenario in SCENARIOS
     }
     assert all(len(names) >= 2 for names in writers.values()), writers
     assert len({name for names in writers.values() for name in names}) >= 14
