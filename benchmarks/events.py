@@ -7,8 +7,7 @@
 
 ``digests`` is what they add to ``stream``, and ``lookup`` what a reader with a key spends on a prompt of 2048 tokens
 before it asks the index. Beside the times: bytes that the streaming sink keeps for each block it has told, without and
-with a salt, and that a publisher keeps for a block of a batch that it no longer replays. The last line is one JSON
-object.
+with a salt, and that a publisher keeps for a block beside that. The last line is one JSON object.
 
     python benchmarks/events.py [--blocks 128] [--tokens-per-block 32] [--rounds 300]
 """
@@ -85,15 +84,15 @@ def kept_bytes(blocks: int, size: int, salt: int | None = None) -> float:
     return (after - before) / (MEMORY_STEPS * blocks)
 
 
-def forgotten_bytes(blocks: int, size: int) -> float:
-    """Bytes that a publisher keeps for each block that is still held, of batches that it no longer replays."""
+def publisher_bytes(blocks: int, size: int) -> float:
+    """Bytes that a publisher keeps for each told block, tokens included."""
     sink, work = StreamSink(size), steps(MEMORY_STEPS, blocks, size, VOCABULARIES[0])
     live = LiveBlocks()
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     for chain in work:
         sink.on_stored(0, chain)
-        live.apply(sink.take())
+        live.take_in(sink.take())
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return (after - before) / (MEMORY_STEPS * blocks)
@@ -154,7 +153,7 @@ def main() -> None:
     kept = {
         "for a told block": kept_bytes(options.blocks, size),
         "for a told block with a salt": kept_bytes(options.blocks, size, salt=1),
-        "for a block no longer replayed": forgotten_bytes(options.blocks, size),
+        "by the publisher": publisher_bytes(options.blocks, size),
     }
     for name, value in kept.items():
         print(f"kept {name:30s} {value:8.2f} bytes")

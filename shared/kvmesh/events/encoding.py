@@ -22,7 +22,7 @@ END_SEQUENCE = 2**64 - 1
 """Closes a replay; never the number of a batch."""
 
 STATE_REQUEST = b"state"
-"""In place of the first number of a replay: what the batches before it said comes first, as one batch."""
+"""In place of the first number of a replay: everything that is held, as one batch."""
 
 EventEncoding = Literal["map", "array"]
 

@@ -1,13 +1,16 @@
-"""What a publisher's forgotten batches still say: the blocks that they stored and nothing since has removed.
+"""What a publisher has told and not taken back, as far as it takes to tell it again.
 
-A publisher keeps its last batches for replays. A batch that leaves this buffer is taken in here, so that the state as
-of that batch can be told as one batch, and a reader who comes late, or starts anew, still hears of everything.
+A block that moves to another tier is told there with its tokens, which the cache does not give with a move. And a
+reader that comes late or begins anew hears of everything in one batch, also of what no batch kept for replays says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from typing import NamedTuple
+
+import msgspec
 
 from kvmesh.events.encoding import PackedTokens
 from kvmesh.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, KeyedBlocksStored, KvEvent
@@ -27,7 +30,7 @@ class _Place(NamedTuple):
 
 
 class LiveBlocks:
-    """Some 200 bytes for a block beside the tokens of the event that told it; one thread."""
+    """Some 200 bytes for a block, beside its tokens; one thread."""
 
     def __init__(self) -> None:
         self._places: dict[int, _Place] = {}
@@ -36,30 +39,45 @@ class LiveBlocks:
     def __len__(self) -> int:
         return len(self._places)
 
-    def apply(self, events: Sequence[KvEvent]) -> None:
-        """Take in a batch, in order."""
+    def take_in(self, events: Sequence[KvEvent]) -> list[KvEvent]:
+        """Take in a batch, in order, and give it back with the tokens of blocks that are told in another medium."""
+        told: list[KvEvent] = []
         for event in events:
             match event:
                 case BlockStored() if not event.token_ids:
+                    told += self._moved(event)
                     self._enter(event.medium, event.block_hashes)
+                    continue
                 case BlockStored() | KeyedBlocksStored():
                     self._store(event)
                 case BlockRemoved():
                     self._leave(event.medium, event.block_hashes)
                 case AllBlocksCleared():
                     self._places.clear()
+            told.append(event)
+        return told
 
     def events(self) -> Iterator[KvEvent]:
         """The state as a batch: everything is cleared, then every block is stored in every medium that it is in."""
         yield AllBlocksCleared()
-        run: list[_Place] = []
-        for place in self._places.values():
-            if run and (place.event is not run[-1].event or place.at != run[-1].at + 1 or place.media != run[-1].media):
-                yield from _told(run)
-                run = []
-            run.append(place)
-        if run:
-            yield from _told(run)
+        for run in _runs(self._places.values()):
+            for medium in run[0].media:
+                yield _told(run, medium)
+
+    def _moved(self, event: BlockStored) -> Iterator[KvEvent]:
+        places = [place for number in event.block_hashes if (place := self._places.get(number)) is not None]
+        # A cache moves the ends of sequences first; readers want the beginnings first.
+        order: dict[int, int] = {}
+        for place in places:
+            order.setdefault(id(place.event), len(order))
+        places.sort(key=lambda place: (order[id(place.event)], place.at))
+        for run in _runs(place._replace(media=()) for place in places):
+            yield _told(run, event.medium)
+        unknown = [number for number in event.block_hashes if number not in self._places]
+        if unknown:
+            rest = copy(event)
+            rest.block_hashes = unknown
+            yield rest
 
     def _store(self, event: BlockStored | KeyedBlocksStored) -> None:
         places, medium = self._places, event.medium
@@ -88,61 +106,32 @@ class LiveBlocks:
                 del self._places[number]
 
 
-def _told(run: Sequence[_Place]) -> Iterator[KvEvent]:
+def _runs(places: Iterable[_Place]) -> Iterator[list[_Place]]:
     """Consecutive blocks of one event that are in the same media."""
+    run: list[_Place] = []
+    for place in places:
+        if run and (place.event is not run[-1].event or place.at != run[-1].at + 1 or place.media != run[-1].media):
+            yield run
+            run = []
+        run.append(place)
+    if run:
+        yield run
+
+
+def _told(run: Sequence[_Place], medium: str | None) -> BlockStored | KeyedBlocksStored:
+    """A run as if it were told for the first time."""
     event, begin, end = run[0].event, run[0].at, run[-1].at + 1
-    hashes = event.block_hashes[begin:end]
-    parent = event.block_hashes[begin - 1] if begin else event.parent_block_hash
-    first, *others = run[0].media
-    if isinstance(event, KeyedBlocksStored):
-        yield KeyedBlocksStored(
-            key_id=event.key_id,
-            block_hashes=hashes,
-            parent_block_hash=parent,
-            block_size=event.block_size,
-            medium=first,
-            group_idx=event.group_idx,
-            kv_cache_spec_kind=event.kv_cache_spec_kind,
-            kv_cache_spec_sliding_window=event.kv_cache_spec_sliding_window,
-        )
-    else:
-        yield _stored(event, hashes, parent, first, begin, end)
-    for medium in others:
-        yield BlockStored(
-            block_hashes=list(hashes),
-            parent_block_hash=None,
-            token_ids=[],
-            block_size=event.block_size,
-            medium=medium,
-            group_idx=event.group_idx,
-            kv_cache_spec_kind=event.kv_cache_spec_kind,
-            kv_cache_spec_sliding_window=event.kv_cache_spec_sliding_window,
-        )
-
-
-def _stored(
-    event: BlockStored,
-    hashes: list[int],
-    parent: int | None,
-    medium: str | None,
-    begin: int,
-    end: int,
-) -> BlockStored:
-    tokens, size = event.token_ids, event.block_size
-    told = BlockStored(
-        block_hashes=hashes,
-        parent_block_hash=parent,
-        token_ids=tokens.part(begin * size, end * size)
-        if isinstance(tokens, PackedTokens)
-        else tokens[begin * size : end * size],
-        block_size=size,
-        lora_id=event.lora_id,
-        medium=medium,
-        lora_name=event.lora_name,
-        group_idx=event.group_idx,
-        kv_cache_spec_kind=event.kv_cache_spec_kind,
-        kv_cache_spec_sliding_window=event.kv_cache_spec_sliding_window,
-    )
-    if isinstance(event.extra_keys, list) and any(event.extra_keys[begin:end]):
-        told.extra_keys = event.extra_keys[begin:end]
-    return told
+    part = copy(event)
+    part.block_hashes = event.block_hashes[begin:end]
+    part.parent_block_hash = event.block_hashes[begin - 1] if begin else event.parent_block_hash
+    part.medium = medium
+    if isinstance(event, BlockStored) and isinstance(part, BlockStored):
+        tokens, size = event.token_ids, event.block_size
+        if isinstance(tokens, PackedTokens):
+            part.token_ids = tokens.part(begin * size, end * size)
+        else:
+            part.token_ids = tokens[begin * size : end * size]
+        if isinstance(event.extra_keys, list):
+            keys = event.extra_keys[begin:end]
+            part.extra_keys = keys if any(keys) else msgspec.UNSET
+    return part

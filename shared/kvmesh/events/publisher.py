@@ -82,7 +82,7 @@ class ZmqPublisher:
         topic_model: when given and ``topic`` is empty, the topic is ``kv@HOST:PORT@MODEL`` (llm-d's form).
         hwm: high-water mark of the PUB socket, in messages.
         max_queue_size: batches that may wait for the thread.
-        buffer_steps: batches kept for replay; what older ones say is kept as far as it still holds.
+        buffer_steps: batches kept for replay.
         data_parallel_rank: told in every batch.
         encoding: of the events.
         published: digests of what is told, for readers that ask.
@@ -226,7 +226,7 @@ class ZmqPublisher:
                 replay.linger = 0
                 # A whole replay fits one reader's queue. Who asks again without reading is broken off, not waited for;
                 # without ROUTER_MANDATORY the rest would be thrown away and its end still promised.
-                replay.sndhwm = self._buffer_steps + 2
+                replay.sndhwm = self._buffer_steps + 1
                 replay.router_mandatory = True
                 self.replay_endpoint = self._bind_socket(replay, self._bind_replay)
         except (OSError, zmq.ZMQError) as error:

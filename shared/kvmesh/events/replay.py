@@ -38,8 +38,7 @@ class ReplayRequest:
         start: first sequence number wanted.
         silence_s: longest pause between two answers.
         security: keys, where the publisher asks for some.
-        with_state: from the beginning, and first what the batches that are no longer kept said, as one batch; only
-            KVMesh's publishers understand it.
+        with_state: instead of batches, everything that is held, as one; only KVMesh's publishers understand it.
     """
 
     def __init__(

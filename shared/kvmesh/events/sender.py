@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -20,7 +21,7 @@ from kvmesh.events.live import LiveBlocks
 from kvmesh.events.published import PublishedSet
 from kvmesh.net.faults import FaultInjectedError, fault_point
 from kvmesh.net.zap import ZapServer
-from kvmesh.protocol.events import EventBatch, KvEvent
+from kvmesh.protocol.events import EventBatch
 from kvmesh.telemetry import get_logger
 
 __all__ = ["SHUTDOWN_S", "BatchSender", "PublisherStatistics", "QueuedBatch", "SenderSockets"]
@@ -59,12 +60,6 @@ class QueuedBatch(NamedTuple):
     batch: EventBatch
 
 
-class _Kept(NamedTuple):
-    sequence: int
-    payload: bytes
-    events: list[KvEvent]
-
-
 class SenderSockets(NamedTuple):
     """Bound, and of one context."""
 
@@ -96,7 +91,7 @@ class BatchSender:
         topic: first frame of every message.
         encoding: of the events.
         data_parallel_rank: told in every batch.
-        buffer_steps: batches kept for replay; what older ones say is kept as far as it still holds.
+        buffer_steps: batches kept for replay.
         published: what digests are answered from.
         statistics: the fields that the thread counts.
     """
@@ -120,11 +115,8 @@ class BatchSender:
         self._topic = topic.encode()
         self._encoding: EventEncoding = encoding
         self._rank = data_parallel_rank
-        self._buffer_steps = buffer_steps
-        self._kept: deque[_Kept] = deque()
-        self._forgotten = LiveBlocks()
-        self._last_forgotten = -1
-        """Number of the latest batch that is in ``_forgotten``."""
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
+        self._live = LiveBlocks()
         self._published = published
         self._statistics = statistics
         self._arrears = Arrears()
@@ -164,6 +156,7 @@ class BatchSender:
             sequence, batch = self._queue.popleft()
             if self._arrears:
                 batch.events[:0] = self._arrears.take()
+            batch.events = self._live.take_in(batch.events)
             try:
                 fault_point("events.before_send")
                 payload = encode_batch(batch, self._encoding)
@@ -171,15 +164,8 @@ class BatchSender:
             except _SEND_ERRORS as error:
                 self._failed(batch, error)
                 continue
-            self._keep(_Kept(sequence, payload, batch.events))
+            self._kept.append((sequence, payload))
             self._statistics.published_total += 1
-
-    def _keep(self, kept: _Kept) -> None:
-        if len(self._kept) == self._buffer_steps:
-            oldest = self._kept.popleft()
-            self._forgotten.apply(oldest.events)
-            self._last_forgotten = oldest.sequence
-        self._kept.append(kept)
 
     def _failed(self, batch: EventBatch, error: Exception) -> None:
         """A hole: readers see it by the number. It is not kept for replays, for nobody could have had it."""
@@ -197,7 +183,7 @@ class BatchSender:
                 self._replay(replay, frames[0], int.from_bytes(frames[2], "big"))
                 return
             if frames[2] == STATE_REQUEST:
-                self._replay(replay, frames[0], 0, with_state=True)
+                self._tell_state(replay, frames[0])
                 return
             if frames[2] == DIGEST_REQUEST and self._published is not None:
                 self._tell_digests(replay, frames[0], self._published)
@@ -207,17 +193,24 @@ class BatchSender:
         if malformed & (malformed - 1) == 0:
             _log.warning("malformed replay requests ignored", frames=len(frames), so_far=malformed)
 
-    def _replay(self, replay: zmq.Socket[bytes], client: bytes, first: int, *, with_state: bool = False) -> None:
+    def _tell_state(self, replay: zmq.Socket[bytes], client: bytes) -> None:
+        """Everything that is held, under the number of the last batch that was sent."""
+        if not self._kept:
+            self._replay(replay, client, 0)
+            return
+        last, _ = self._kept[-1]
+        batch = EventBatch(time.time(), list(self._live.events()), self._rank)
+        self._send_kept(replay, client, [(last, encode_batch(batch, self._encoding))])
+
+    def _replay(self, replay: zmq.Socket[bytes], client: bytes, first: int) -> None:
+        self._send_kept(replay, client, [kept for kept in self._kept if kept[0] >= first])
+
+    def _send_kept(self, replay: zmq.Socket[bytes], client: bytes, batches: Iterable[tuple[int, bytes]]) -> None:
         self._statistics.replays_total += 1
         try:
-            if with_state and self._last_forgotten >= 0:
-                batch = EventBatch(time.time(), list(self._forgotten.events()), self._rank)
-                state = [self._last_forgotten.to_bytes(8, "big"), encode_batch(batch, self._encoding)]
-                replay.send_multipart([client, b"", self._topic, *state], zmq.NOBLOCK)
-            for sequence, payload, _ in self._kept:
-                if sequence >= first:
-                    frames = [client, b"", self._topic, sequence.to_bytes(8, "big"), payload]
-                    replay.send_multipart(frames, zmq.NOBLOCK)
+            for sequence, payload in batches:
+                frames = [client, b"", self._topic, sequence.to_bytes(8, "big"), payload]
+                replay.send_multipart(frames, zmq.NOBLOCK)
             replay.send_multipart([client, b"", b"", END_SEQUENCE.to_bytes(8, "big"), b""], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             _log.warning("replay broken off: the reader does not read", error=str(error))

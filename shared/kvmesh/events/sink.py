@@ -174,7 +174,7 @@ class StreamSink:
             self._moves[0].block_hashes += hashes
             self._moves[1].block_hashes += hashes
             return
-        # Readers know these hashes: no tokens means that what they stand for is in another medium now.
+        # No tokens: the publisher, which knows where the blocks were told first, puts them in.
         self._moves = (self._stored(hashes, None, [], new.name), self._removed(list(hashes), old.name))
         self._pending += self._moves
 

@@ -107,12 +107,11 @@ class Subscriber:
         assert size == BLOCK
         assert {"lora_id", "lora_name", "medium"} <= set(event)
         for key in hashes:
-            assert event["medium"] not in self.media.setdefault(key, set())
-            self.media[key].add(event["medium"])
-        if not tokens:
-            assert set(hashes) <= self.blocks.keys(), "only known blocks move"
-            self.moved_to.add(event["medium"])
-            return
+            media = self.media.setdefault(key, set())
+            assert event["medium"] not in media
+            if media:
+                self.moved_to.add(event["medium"])
+            media.add(event["medium"])
         assert len(tokens) == size * len(hashes)
         parent = event["parent_block_hash"]
         assert parent is None or parent in self.blocks, "no orphans"

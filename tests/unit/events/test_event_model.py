@@ -3,8 +3,8 @@
 A cache without pages makes random but legal calls: chains of full blocks, partial leaves, blocks that their pages do
 not cover, moves between three levels, new priorities, removals of subtrees, in a full and a windowed layer group. The
 index reads the stream and must hold in each tier exactly what was told. The digests of what is published are the plain
-sums over it, in every tier and scope, whether its batches arrive or not. And what remains of batches that a publisher
-no longer keeps makes the same index.
+sums over it, in every tier and scope, whether its batches arrive or not. What moves is told with its tokens, and the
+whole state told as one batch makes the same index.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvmesh.events.records import Tier
 from kvmesh.events.sink import StreamSink
 from kvmesh.events.target import target_group
 from kvmesh.hashing import ReuseScope, v2_partial_key, v2_root
-from kvmesh.protocol.events import EventBatch
+from kvmesh.protocol.events import BlockStored, EventBatch
 
 SOURCE = Source("worker")
 SIZE = 2
@@ -65,7 +65,7 @@ class Cache(RuleBasedStateMachine):
         assert self.published.answer() == (NOTHING_PUBLISHED, {})
         self.scopes: dict[int, ReuseScope] = {}
         self.sequence = 0
-        self.forgotten = LiveBlocks()
+        self.live = LiveBlocks()
         self.index = PrefixIndex()
         self.index.add(SOURCE, model="m")
         layers = tuple(
@@ -171,16 +171,17 @@ class Cache(RuleBasedStateMachine):
         self.published.commit(self.sequence)
         assert self.published.answer() == (self.sequence, self.plain_sums())
         self.sequence += 1
-        batch = decode_batch(encode_batch(EventBatch(0.0, events, 0), self.encoding))
+        told = self.live.take_in(events)
+        assert all(event.token_ids for event in told if isinstance(event, BlockStored)), "moves have tokens, too"
+        batch = decode_batch(encode_batch(EventBatch(0.0, told, 0), self.encoding))
         assert not batch.rejected
         self.index.apply(SOURCE, batch.records)
-        self.forgotten.apply(events)
-        assert len(self.forgotten) == len(self.events.stream.media)
+        assert len(self.live) == len(self.events.stream.media)
         if self.sequence % 4 == 0:
             self.check_latecomer()
 
     def check_latecomer(self) -> None:
-        state = decode_batch(encode_batch(EventBatch(0.0, list(self.forgotten.events()), 0), self.encoding))
+        state = decode_batch(encode_batch(EventBatch(0.0, list(self.live.events()), 0), self.encoding))
         latecomer = PrefixIndex()
         latecomer.add(SOURCE, model="m")
         latecomer.apply(SOURCE, state.records)

@@ -282,13 +282,18 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
         KeyRing.load(tmp_path / "missing", "events.key_file")
 
 
-def test_the_state_of_forgotten_batches_is_keyed_too() -> None:
+def test_moves_and_the_whole_state_are_keyed_too() -> None:
     sink, live = StreamSink(SIZE, key=KEY), LiveBlocks()
     sink.on_created(("gpu", "host"), [(9, 9)])
     keys = tell(sink, TOKENS.tolist())
     sink.on_moved(0, keys[1:2], 0, 1)
     sink.on_removed(0, keys[2:], 0)
-    live.apply(sink.take())
+    told = live.take_in(sink.take())
+    assert [type(event).__name__ for event in told] == [
+        "KeyedBlocksStored",
+        "KeyedBlocksStored",
+        "BlockRemoved",
+    ]
     index = PrefixIndex()
     index.add(Source("w"), model="m")
     batch = decode_batch(encoded(list(live.events())), KeyRing([KEY]))
