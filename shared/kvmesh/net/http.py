@@ -25,6 +25,7 @@ __all__ = [
     "REQUEST_ID_HEADER",
     "ROUTER_HEADER",
     "api_key_middleware",
+    "decode_json",
     "error_response",
     "json_response",
     "middlewares",
@@ -68,7 +69,15 @@ async def read_json(request: web.Request, type: type[T]) -> T:
     Raises:
         ApiError: 400 when the body is no JSON or not of ``type``.
     """
-    body = await request.read()
+    return decode_json(await request.read(), type)
+
+
+def decode_json(body: bytes, type: type[T]) -> T:
+    """Decode a body that has been read.
+
+    Raises:
+        ApiError: 400 when it is no JSON or not of ``type``.
+    """
     try:
         return msgspec.json.decode(body, type=type)
     except msgspec.ValidationError as error:

@@ -5,9 +5,10 @@ A service is a :class:`Service`; :func:`run_service` is a whole process around i
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from anyio.abc import TaskGroup
 from kvmesh.net.address import listen, reachable_host
 from kvmesh.net.faults import arm_from_environment
 from kvmesh.net.http import MAX_BODY_BYTES, Handler, Middleware, json_response, middlewares
+from kvmesh.net.quick_posts import Answer, QuickPosts
 from kvmesh.net.tls import Tls
 from kvmesh.net.tls_listener import TlsListener
 from kvmesh.protocol.errors import unavailable
@@ -52,6 +54,9 @@ class Service:
 
     open_while_draining: frozenset[str] = frozenset()
     """Paths of POST requests that are still served while the service drains."""
+    quick_posts: Mapping[str, Answer] = {}
+    """Answers to plain POST requests without keys, by path, that need not go through the application. It has routes
+    for these paths, too: see :class:`kvmesh.net.quick_posts.QuickPosts`."""
 
     def __init__(
         self,
@@ -147,10 +152,13 @@ async def serving(service: Service, host: str = "127.0.0.1", port: int = 0) -> A
     # A client that leaves cancels its handler: that is how a request learns that nobody wants it any more.
     runner = web.AppRunner(service.app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     accepting: TlsListener | None = None
+    quick: QuickPosts | None = None
     async with anyio.create_task_group() as tasks:
         try:
             await runner.setup()
-            if secure is None:
+            if secure is None and service.quick_posts:
+                quick = await _answer_quickly(service, runner, listener)
+            elif secure is None:
                 await web.SockSite(runner, listener).start()
             else:
                 accepting = _accept_tls(service, runner, listener, secure, tasks)
@@ -161,10 +169,20 @@ async def serving(service: Service, host: str = "127.0.0.1", port: int = 0) -> A
                 await service.drain()
                 if accepting is not None:
                     accepting.stop()
+                if quick is not None:
+                    quick.close()
                 await runner.cleanup()
                 await service.stop()
             listener.close()
             tasks.cancel_scope.cancel()
+
+
+async def _answer_quickly(service: Service, runner: web.AppRunner, listener: socket.socket) -> QuickPosts:
+    assert runner.server is not None, "the runner is set up"
+    quick = QuickPosts(runner.server, service.quick_posts, service.metrics, open=lambda: not service.draining)
+    # The listener is the caller's to close, and with it the server ends.
+    await asyncio.get_running_loop().create_server(quick, sock=listener, backlog=LISTEN_BACKLOG)
+    return quick
 
 
 def _accept_tls(

@@ -111,13 +111,14 @@ class Reader {
     out->resize(before + count);
     int32_t* to = out->data() + before;
     for (uint32_t i = 0; i < count; ++i) {
-      // The widths that token ids come in, without the general way.
-      if (left() >= 5 && *at_ == 0xCD) {
-        *to++ = at_[1] << 8 | at_[2];
-        at_ += 3;
-      } else if (left() >= 5 && (*at_ == 0xCE || *at_ == 0xD2) && at_[1] < 0x80) {
-        *to++ = static_cast<int32_t>(word(at_ + 1, 4));
-        at_ += 5;
+      // The widths that token ids mostly have, without a branch between them: each wrong guess costs more than a token.
+      const uint8_t first = left() >= 5 ? *at_ : 0;
+      if (first == 0xCD || first == 0xCE || first == 0xD2) {
+        const bool narrow = first == 0xCD;
+        const uint32_t value = static_cast<uint32_t>(word(at_ + 1, 4)) >> (narrow ? 16 : 0);
+        if (value > INT32_MAX && first == 0xCE) return false;
+        *to++ = static_cast<int32_t>(value);
+        at_ += narrow ? 3 : 5;
       } else {
         int64_t value;
         if (!integer(&value) || value != static_cast<int32_t>(value)) return false;
