@@ -95,6 +95,7 @@ def values_schema() -> Schema:
         mode={"enum": ["bundled", "external", "none"]},
         endpoints=TEXTS,
         replicas={"enum": [1, 3, 5]},
+        podDisruptionBudget=budget(),
         image=record(repository=TEXT, tag=TEXT, pullPolicy=PULL_POLICY, command=TEXTS),
         persistence=record(enabled=FLAG, size=QUANTITY, storageClass=TEXT),
     )
@@ -128,7 +129,9 @@ def values_schema() -> Schema:
             router=router,
             context=worker,
             generation=worker,
-            indexer=record(**pod_values(), replicas=whole(1), settings=settings[IndexerSettings]),
+            indexer=record(
+                **pod_values(), replicas=whole(1), podDisruptionBudget=budget(), settings=settings[IndexerSettings]
+            ),
             coordinator=coordinator,
             etcd=etcd,
             serviceAccount=record(create=FLAG, annotations=TEXT_MAP, existing=record(**accounts)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import subprocess
 from typing import Any
@@ -171,3 +172,38 @@ def test_everything_is_more_than_the_default() -> None:
     more = {"Ingress", "HTTPRoute", "HorizontalPodAutoscaler", "ServiceMonitor"}
     assert more <= kinds
     assert not more & {item["kind"] for item in render(DEFAULT).objects}
+
+
+def test_values_in_the_documentation_are_values_of_the_chart() -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    examples = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
+    files = [example for example in examples if "apiVersion" not in example]
+    assert len(files) == 2
+    for values in files:
+        assert render(values, "helm4", "--kube-version", NEWEST).objects
+    (scaled,) = (example for example in examples if example.get("kind") == "ScaledObject")
+    target = scaled["spec"]["scaleTargetRef"]
+    kinds = {(item["kind"], item["metadata"]["name"].replace("r1-", "mesh-")) for item in render(DEFAULT).objects}
+    assert (target["kind"], target["name"]) in kinds
+
+
+def test_the_table_of_values_names_what_is_there() -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    table = page.split("| values | are |\n")[1].split("\n\n")[0]
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    named = [name for row in table.splitlines()[1:] for name in re.findall(r"`([\w.*]+)`", row.split("|")[1])]
+    assert len(named) > 25
+    # Those without a part before them are values of every kind of pod.
+    places = [values, values["context"]]
+    for name in named:
+        first, *rest = name.split(".")
+        starts = list(values.values()) if first == "*" else [place.get(first) for place in places if first in place]
+        assert any(has(start, rest) for start in starts), name
+
+
+def has(values: object, path: list[str]) -> bool:
+    for key in path:
+        if not isinstance(values, dict) or key not in values:
+            return False
+        values = values[key]
+    return True
