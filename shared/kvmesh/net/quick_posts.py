@@ -66,6 +66,7 @@ class QuickPosts:
         self.connections: set[_Connection] = set()
         """Those that have not been handed over."""
         self.answered_total = 0
+        self._server: asyncio.Server | None = None
 
     def __call__(self) -> asyncio.Protocol:
         """The protocol of a new connection."""
@@ -76,8 +77,14 @@ class QuickPosts:
         self.connections.discard(connection)
         return self._framework()
 
+    def served_by(self, server: asyncio.Server) -> None:
+        """The server whose connections these are; it ends with them."""
+        self._server = server
+
     def close(self) -> None:
-        """Close every connection that has not been handed over."""
+        """Accept no more, and close every connection that has not been handed over."""
+        if self._server is not None:
+            self._server.close()
         for connection in list(self.connections):
             connection.close()
 

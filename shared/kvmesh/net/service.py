@@ -180,8 +180,7 @@ async def serving(service: Service, host: str = "127.0.0.1", port: int = 0) -> A
 async def _answer_quickly(service: Service, runner: web.AppRunner, listener: socket.socket) -> QuickPosts:
     assert runner.server is not None, "the runner is set up"
     quick = QuickPosts(runner.server, service.quick_posts, service.metrics, open=lambda: not service.draining)
-    # The listener is the caller's to close, and with it the server ends.
-    await asyncio.get_running_loop().create_server(quick, sock=listener, backlog=LISTEN_BACKLOG)
+    quick.served_by(await asyncio.get_running_loop().create_server(quick, sock=listener, backlog=LISTEN_BACKLOG))
     return quick
 
 

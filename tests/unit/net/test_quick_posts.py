@@ -19,7 +19,10 @@ PATIENCE_S = 20.0
 class Served:
     """A framework behind quick answers."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, posts: QuickPosts) -> None:
+    def __init__(
+        self, address: tuple[str, int], reader: asyncio.StreamReader, writer: asyncio.StreamWriter, posts: QuickPosts
+    ) -> None:
+        self.address = address
         self.reader = reader
         self.writer = writer
         self.posts = posts
@@ -49,12 +52,13 @@ async def served(
     framework = web.Server(by_framework, access_log=None)  # type: ignore[arg-type]
     posts = QuickPosts(framework, {"/quick": shout}, metrics or Metrics(), open=open, rest_s=rest_s)
     server = await asyncio.get_running_loop().create_server(posts, "127.0.0.1", 0)
-    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
+    posts.served_by(server)
+    address = server.sockets[0].getsockname()[:2]
+    reader, writer = await asyncio.open_connection(*address)
     try:
-        yield Served(reader, writer, posts)
+        yield Served(address, reader, writer, posts)
     finally:
         posts.close()
-        server.close()
         await framework.shutdown(1.0)
         writer.close()
 
@@ -150,6 +154,8 @@ async def test_open_connections_end_with_the_server() -> None:
         client.writer.write(REQUEST)
         await client.answer()
         client.posts.close()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(*client.address)
         async with asyncio.timeout(PATIENCE_S):
             assert await client.reader.read() == b""
         assert not client.posts.connections
