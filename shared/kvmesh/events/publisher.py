@@ -157,7 +157,7 @@ class ZmqPublisher:
         # The number is taken before the queue is tried: a dropped batch must leave a hole.
         sequence = self._take_number()
         if len(self._queue) >= self._max_queue_size or self._thread is None:
-            self._drop(events)
+            self._drop(sequence, events)
             return False
         self._enqueue(sequence, [*self._arrears.take(), *events] if self._arrears else list(events))
         return True
@@ -194,8 +194,10 @@ class ZmqPublisher:
         self._queue.append(QueuedBatch(sequence, EventBatch(time.time(), events, self._rank)))
         os.eventfd_write(self._wake, 1)
 
-    def _drop(self, events: Sequence[KvEvent]) -> None:
+    def _drop(self, sequence: int, events: Sequence[KvEvent]) -> None:
         self._arrears.note(events)
+        if self._sender is not None:
+            self._sender.lost.append(QueuedBatch(sequence, EventBatch(time.time(), list(events), self._rank)))
         self._statistics.dropped_total += 1
         dropped = self._statistics.dropped_total
         if dropped & (dropped - 1) == 0:

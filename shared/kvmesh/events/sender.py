@@ -29,6 +29,9 @@ __all__ = ["SHUTDOWN_S", "BatchSender", "PublisherStatistics", "QueuedBatch", "S
 SHUTDOWN_S = 1.0
 """How long a stopping publisher may still send what is queued."""
 
+MAX_LOST_BATCHES = 1024
+"""Batches that found no room in the queue and are still told to who asks for the state."""
+
 BATCHES_A_TURN = 64
 """Sent before replays are looked at: some milliseconds."""
 
@@ -120,6 +123,10 @@ class BatchSender:
         self._published = published
         self._statistics = statistics
         self._arrears = Arrears()
+        self._last = -1
+        """Number of the latest batch that ``_live`` has taken in."""
+        self.lost: deque[QueuedBatch] = deque(maxlen=MAX_LOST_BATCHES)
+        """Batches that were dropped: others append to it."""
         self.stopping = False
         """Set, then ``wake`` written: send what is queued, within :data:`SHUTDOWN_S`, and end."""
 
@@ -154,9 +161,11 @@ class BatchSender:
             if not self._queue:
                 return
             sequence, batch = self._queue.popleft()
+            self._take_in_lost(sequence)
             if self._arrears:
                 batch.events[:0] = self._arrears.take()
             batch.events = self._live.take_in(batch.events)
+            self._last = sequence
             try:
                 fault_point("events.before_send")
                 payload = encode_batch(batch, self._encoding)
@@ -166,6 +175,12 @@ class BatchSender:
                 continue
             self._kept.append((sequence, payload))
             self._statistics.published_total += 1
+
+    def _take_in_lost(self, before: int) -> None:
+        """What was dropped is true all the same."""
+        while self.lost and self.lost[0].sequence < before:
+            self._last, batch = self.lost.popleft()
+            self._live.take_in(batch.events)
 
     def _failed(self, batch: EventBatch, error: Exception) -> None:
         """A hole: readers see it by the number. It is not kept for replays, for nobody could have had it."""
@@ -194,13 +209,11 @@ class BatchSender:
             _log.warning("malformed replay requests ignored", frames=len(frames), so_far=malformed)
 
     def _tell_state(self, replay: zmq.Socket[bytes], client: bytes) -> None:
-        """Everything that is held, under the number of the last batch that was sent."""
-        if not self._kept:
-            self._replay(replay, client, 0)
-            return
-        last, _ = self._kept[-1]
+        """Everything that is held, under the number of the last batch that it covers, be that one sent or lost."""
+        self._take_in_lost(self._queue[0].sequence if self._queue else END_SEQUENCE)
         batch = EventBatch(time.time(), list(self._live.events()), self._rank)
-        self._send_kept(replay, client, [(last, encode_batch(batch, self._encoding))])
+        state = [(self._last, encode_batch(batch, self._encoding))] if self._last >= 0 else []
+        self._send_kept(replay, client, state)
 
     def _replay(self, replay: zmq.Socket[bytes], client: bytes, first: int) -> None:
         self._send_kept(replay, client, [kept for kept in self._kept if kept[0] >= first])

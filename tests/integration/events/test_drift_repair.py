@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import anyio
@@ -19,6 +20,7 @@ from kvmesh.events.publisher import ZmqPublisher
 from kvmesh.events.records import Removed
 from kvmesh.events.sink import StreamSink
 from kvmesh.hashing import ReuseScope, v2_block_keys, v2_root
+from kvmesh.net.faults import injected
 
 WORKER = Source("w")
 SIZE = 4
@@ -84,3 +86,42 @@ async def test_without_the_key_nothing_is_held_and_that_is_no_drift() -> None:
     assert index.num_held(WORKER) == 0
     assert feeds.statistics()["feed_rejected_events_total"] >= 1
     assert feeds.statistics()["feed_resets_total"] == 0
+
+
+async def test_what_the_publisher_dropped_is_told_to_who_finds_out() -> None:
+    """The last batch before a rest is lost, its store with it: nothing in the stream or a replay ever shows it."""
+    sending, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        sending.set()
+        assert go_on.wait(5)
+
+    published = PublishedSet()
+    publisher = ZmqPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", max_queue_size=1, published=published)
+    sink = StreamSink(SIZE, published=published)
+    publisher.start()
+    index = PrefixIndex()
+    try:
+        with injected("events.before_send", hold):
+            for number, prompt in enumerate(PROMPTS[:3]):
+                keys = v2_block_keys(prompt, SIZE, v2_root(ReuseScope()))
+                rows = prompt.reshape(-1, SIZE)
+                sink.on_stored(0, StoredBlocks(ReuseScope(), None, keys, rows, 0, np.zeros(2, np.uint8)))
+                assert publisher.publish(sink.take()) is (number < 2)
+                assert sending.wait(5)
+            go_on.set()
+            await until(lambda: publisher.statistics().published_total == 2)
+        with zmq.Context() as context:
+            async with anyio.create_task_group() as tasks:
+                feeds = Feeds(index, tasks, context, anti_entropy_interval_s=0.05)
+                feeds.follow(Feed(WORKER, "m", publisher.endpoint, publisher.replay_endpoint, in_mesh=True))
+                await until(lambda: index.num_held(WORKER) == 6)
+                [match] = index.match(PROMPTS[2], model="m")
+                resets = feeds.statistics()["feed_resets_total"]
+                asked = publisher.statistics().digests_total
+                await until(lambda: publisher.statistics().digests_total > asked + 3)
+                assert feeds.statistics()["feed_resets_total"] == resets, "it is at rest"
+                tasks.cancel_scope.cancel()
+    finally:
+        publisher.shutdown()
+    assert match.device_tokens == 2 * SIZE
