@@ -274,7 +274,6 @@ async def test_a_warm_start_goes_on_from_the_watermark(publisher: Any, follow: A
     publisher.kept |= {number: batch(number) for number in range(3, 3 + missed)}
     resumed = Watermark.decode(mark.encode())
     async with follow(publisher, resume_from=resumed) as following:
-        assert following.subscriber.applied == 2
         await following.until(*range(3, 3 + missed), "Connected")
         assert following.subscriber.statistics.resets_total == 0
         assert following.subscriber.watermark.sequence == 2 + missed

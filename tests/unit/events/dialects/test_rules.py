@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from kvmesh.events.decoding import BatchError, decode_batch, rank_of
 from kvmesh.events.dialects import DIALECTS
+from kvmesh.events.index import PrefixIndex, Source
 from kvmesh.events.records import Cleared, Removed, Stored, Tier
 from kvmesh.kernels import _native
 
@@ -199,6 +200,17 @@ class TestMooncake:
         assert (record.tenant, record.model, record.salt, record.lora) == ("acme", "m", "s", None)
         assert batch.records[1:] == [Removed(hashes=[5], tier=Tier.HOST), Cleared()]
         assert batch.dialects == {"mooncake": 3}
+
+    def test_a_prompt_of_another_tenant_or_model_finds_nothing(self) -> None:
+        index, source = PrefixIndex(), Source("store")
+        index.add(source, model="other")
+        index.apply(source, decode(self.event("stored", token_ids=[1, 2], block_size=2, medium="gpu")).records)
+
+        def found(**of: str) -> int:
+            return sum(match.device_tokens for match in index.match(np.array([1, 2], np.int32), **of))
+
+        assert found(model="m", tenant="acme") == 2
+        assert found(model="m") == found(model="other") == found(model="other", tenant="acme") == 0
 
     def test_without_tokens_known_blocks_are_in_another_medium(self) -> None:
         record = stored(self.event("stored", token_ids=None, block_size=None))
