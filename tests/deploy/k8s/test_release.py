@@ -174,7 +174,7 @@ def roles(release: Release) -> list[str]:
         members = json.loads(release.fetch("coordinator", "/members", pod=leader))["members"]
     except AssertionError:
         return []
-    return sorted(role for entry in members if (role := entry["member"]["role"]) in ("context", "generation"))
+    return sorted(role for entry in members if (role := entry["role"]) in ("context", "generation"))
 
 
 def test_upgrade_and_rollback(release: Release, client: openai.OpenAI) -> None:

@@ -174,12 +174,14 @@ def test_everything_is_more_than_the_default() -> None:
     assert not more & {item["kind"] for item in render(DEFAULT).objects}
 
 
-def test_values_in_the_documentation_are_values_of_the_chart() -> None:
+def test_values_in_documentation_and_examples_are_values_of_the_chart() -> None:
     page = (ROOT / "docs" / "kubernetes.md").read_text()
     examples = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
     files = [example for example in examples if "apiVersion" not in example]
     assert len(files) == 2
-    for values in files:
+    shipped = [yaml.safe_load(path.read_text()) for path in (ROOT / "k8s" / "examples").glob("*.yaml")]
+    assert shipped
+    for values in files + shipped:
         assert render(values, "helm4", "--kube-version", NEWEST).objects
     (scaled,) = (example for example in examples if example.get("kind") == "ScaledObject")
     target = scaled["spec"]["scaleTargetRef"]
