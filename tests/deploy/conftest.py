@@ -53,8 +53,8 @@ def build_env() -> Iterator[dict[str, str]]:
 @pytest.fixture(scope="session")
 def project(docker: Docker, build_env: dict[str, str], told: Callable[[str, float], None]) -> Iterator[Project]:
     """The project with its images built, and nothing that runs."""
+    Project(docker, build_env).compose("down", "--volumes", "--remove-orphans", "--timeout", "5")
     project = Project(docker, build_env)
-    project.compose("down", "--volumes", "--remove-orphans", "--timeout", "5")
     begin_s = time.monotonic()
     project.compose("build", timeout_s=BUILD_S)
     told("images built", time.monotonic() - begin_s)

@@ -15,11 +15,11 @@ import msgspec
 import openai
 import pytest
 import zmq
+import zmq.auth
 from containers.asking import Ask, asking
 from containers.engine import Docker
 from containers.project import Project
 from meshes.process import request, until
-from zmq.utils.monitor import recv_monitor_message
 
 from kvmesh.models.store import DEFAULT_MODEL
 from kvmesh.protocol.events import BlockStored, EventBatch
@@ -95,6 +95,12 @@ def test_no_secret_is_told(mesh: Project, docker: Docker) -> None:
     everything = mesh.compose("logs", "--no-color") + str(mesh.inspect()) + mesh.compose("config")
     everything += "".join(docker("exec", each, "env") for each in mesh.containers())
     assert secret not in everything
+    for each in mesh.containers():
+        for pid in docker("top", each, "-eo", "pid").split()[1:]:
+            process = Path("/proc", pid)
+            if process.exists():  # the engine is on this machine
+                shown = (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
+                assert secret.encode() not in shown
 
 
 def test_a_subscriber_outside_reads_the_events(mesh: Project, ask: Ask) -> None:
@@ -237,7 +243,7 @@ def test_keys_of_clients(mesh: Project, docker: Docker) -> None:
     mesh.up("--no-deps", "router")
 
 
-def test_encrypted(mesh: Project, tmp_path: Path, golden: Items, told: Tell) -> None:
+def test_encrypted(mesh: Project, docker: Docker, tmp_path: Path, golden: Items, told: Tell) -> None:
     """One switch: plain clients and those without a certificate are refused; the answers are the same.
 
     Each server is in a process id namespace of its own, too, so that pages go by TCP, and the log says so.
@@ -261,13 +267,29 @@ def test_encrypted(mesh: Project, tmp_path: Path, golden: Items, told: Tell) -> 
         ask("The capital of France is", 2)  # a client of the router needs none
     with pytest.raises(OSError, match=r"(?i)certificate|reset|closed|eof"):
         urllib.request.urlopen(f"{mesh.coordinator_url}/members", timeout=10, context=stranger)
-    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
-        socket.linger = 0
-        socket.setsockopt(zmq.SUBSCRIBE, b"")
-        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
-        socket.connect(mesh.events_endpoint)
-        assert not monitor.poll(3000) or recv_monitor_message(monitor)["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED
+    [indexer] = mesh.containers("indexer")
+    pair = tmp_path / "kvmesh.key_secret"
+    pair.write_text(docker("exec", indexer, "cat", "/run/kvmesh/curve/kvmesh.key_secret"))
+    assert shakes_hands(mesh.events_endpoint, pair)
+    assert not shakes_hands(mesh.events_endpoint, None)
+
+
+def shakes_hands(endpoint: str, pair: Path | None) -> bool:
+    """Whether an event socket takes a subscriber with this key pair, or with none."""
+    context = zmq.Context()
+    socket = context.socket(zmq.SUB)
+    monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    try:
+        if pair is not None:
+            public, secret = zmq.auth.load_certificate(pair)
+            socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = public, secret, public
+        socket.connect(endpoint)
+        return bool(monitor.poll(3000))
+    finally:
         socket.disable_monitor()
+        monitor.close(linger=0)
+        socket.close(linger=0)
+        context.term()
 
 
 def test_down_leaves_nothing(mesh: Project, docker: Docker, told: Tell) -> None:
@@ -279,4 +301,4 @@ def test_down_leaves_nothing(mesh: Project, docker: Docker, told: Tell) -> None:
     assert len(left["volumes"]) == 3  # the model, the secrets and etcd's data stay until they are asked for
     mesh.compose("down", "--volumes")
     assert mesh.left_over() == {"containers": [], "networks": [], "volumes": []}
-    assert docker("volume", "ls", "--quiet", "--filter", "dangling=true").split() == []
+    assert set(docker("volume", "ls", "--quiet").split()) == mesh.foreign_volumes

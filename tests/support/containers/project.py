@@ -25,6 +25,10 @@ class Project:
     Args:
         docker: the engine.
         env: variables of the compose files, beside the ports.
+
+    Attributes:
+        tls: how to connect, once the mesh is encrypted.
+        foreign_volumes: those that were there before.
     """
 
     name = "kvmesh-deploy-test"
@@ -41,6 +45,7 @@ class Project:
             **env,
         }
         self.tls: ssl.SSLContext | None = None
+        self.foreign_volumes = set(docker("volume", "ls", "--quiet").split())
         self.url = f"http://127.0.0.1:{router}"
         self.coordinator_url = f"http://127.0.0.1:{coordinator}"
         self.events_endpoint = f"tcp://127.0.0.1:{events}"
