@@ -102,9 +102,10 @@ k8s-test: $(DEV) k8s-tools ## Install the chart on a real Kubernetes of this mac
 	@KVMESH_DEPLOY=1 KVMESH_K8S_TEST=1 KVMESH_K8S_BIN=$(K8S_BIN) KVMESH_IMAGES=$(K8S_IMAGES) \
 		unshare --net $(BIN)/python -m pytest -v tests/deploy/k8s $(ARGS)
 
-reference: $(DEV) ## Write docs/configuration.md and the chart's schema anew from the settings classes
+reference: $(DEV) ## Write anew what is made from other files: docs/configuration.md, schema and copies of the chart
 	@$(BIN)/python -m kvmesh.config.reference >docs/configuration.md
 	@$(BIN)/python k8s/tools/values_schema.py >k8s/chart/values.schema.json
+	@$(BIN)/python k8s/tools/copy_observability.py
 
 lint: $(DEV) ## Check style and types
 	@$(BIN)/ruff check .
