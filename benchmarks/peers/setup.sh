@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up the environments of other projects that benchmarks and interoperability tests run beside ours, one each.
 #
-#     bash benchmarks/peers/setup.sh [NAME...]      dyn vllm vllmr smg; all of them without arguments
+#     bash benchmarks/peers/setup.sh [NAME...]      dyn vllm vllmr; all of them without arguments
 #
 # They live under $PEERS and nothing of ours imports them. One that is complete is left as it is.
 set -euo pipefail
@@ -43,17 +43,12 @@ vllmr() { # vLLM's router
 	vllmr/bin/python $PIP install vllm-router==0.1.17
 }
 
-smg() { # Shepherd Model Gateway
-	smg/bin/python $PIP install smg==1.13.0
-}
-
-for name in "${@:-dyn vllm vllmr smg}"; do
+for name in "${@:-dyn vllm vllmr}"; do
 	for each in $name; do
 		case $each in
 		dyn) environment dyn dyn ;;
 		vllm) environment vllm_env vllm ;;
 		vllmr) environment vllmr vllmr ;;
-		smg) environment smg smg ;;
 		*)
 			echo "unknown peer: $each" >&2
 			exit 2
