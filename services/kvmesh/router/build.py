@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvmesh.config import RouterSettings
+from kvmesh.config.errors import ConfigError
 from kvmesh.config.routing import KvCacheAwarePolicy
+from kvmesh.events.keyed import KeyRing
 from kvmesh.net.clock import Clock
 from kvmesh.net.curve import CurveSecurity
 from kvmesh.protocol.members import Member
@@ -122,6 +124,8 @@ def build_parts(settings: RouterSettings, upstream: Upstream, abort: Abort, cloc
 def _matcher(settings: RouterSettings, clock: Clock) -> Matcher:
     index = settings.index
     if index.kind == "in_process":
+        if settings.coordinator_url is None:
+            raise ConfigError("index.kind in_process needs coordinator_url: workers' event endpoints come from there")
         return InProcessMatcher(
             clock,
             max_memory_bytes=index.max_memory_bytes,
@@ -129,6 +133,7 @@ def _matcher(settings: RouterSettings, clock: Clock) -> Matcher:
             approximate_ttl_s=index.approximate_ttl_s,
             anti_entropy_interval_s=index.anti_entropy_interval_s,
             security=CurveSecurity.load(settings.curve),
+            keys=KeyRing.load(index.event_key_file, "index.event_key_file"),
         )
     if index.kind == "none" or settings.indexer_match_endpoint is None:
         return NoMatcher()

@@ -9,6 +9,8 @@ from anyio.abc import TaskStatus
 
 from kvmesh.events.feeds import Feeds
 from kvmesh.events.index import PrefixIndex, Source
+from kvmesh.events.keyed import KeyRing
+from kvmesh.events.keyed_lookup import lookup_of
 from kvmesh.net.clock import Clock
 from kvmesh.net.curve import CurveSecurity
 from kvmesh.protocol.members import MemberEvent
@@ -27,6 +29,7 @@ class InProcessMatcher(Matcher):
         approximate_ttl_s: the same for servers that tell no events.
         anti_entropy_interval_s: how often each publisher is asked for its digest; 0: never.
         security: keys of the publishers; None: they are plain.
+        keys: of workers that tell keyed names instead of tokens.
     """
 
     def __init__(
@@ -38,9 +41,12 @@ class InProcessMatcher(Matcher):
         approximate_ttl_s: float,
         anti_entropy_interval_s: float,
         security: CurveSecurity | None = None,
+        keys: KeyRing | None = None,
     ) -> None:
         self._clock = clock
         self._index = PrefixIndex(max_memory_bytes, clock=clock)
+        self._keys = keys
+        self._match = lookup_of(self._index, keys)
         self._predicted_ttl_s = predicted_ttl_s
         self._approximate_ttl_s = approximate_ttl_s
         self._anti_entropy_interval_s = anti_entropy_interval_s
@@ -60,6 +66,7 @@ class InProcessMatcher(Matcher):
                     context,
                     clock=self._clock,
                     security=self._security,
+                    keys=self._keys,
                     approximate_ttl_s=self._approximate_ttl_s,
                     anti_entropy_interval_s=self._anti_entropy_interval_s,
                 )
@@ -84,9 +91,7 @@ class InProcessMatcher(Matcher):
     ) -> Matches:
         """See :class:`Matcher`."""
         self._answered += 1
-        return Matches(
-            "answered", best_ranks(self._index.match(token_ids, model=model, lora=lora_id, cache_salt=cache_salt))
-        )
+        return Matches("answered", best_ranks(self._match(token_ids, model=model, lora=lora_id, cache_salt=cache_salt)))
 
     def routed(self, route: Route) -> None:
         """See :class:`Matcher`."""

@@ -30,3 +30,5 @@ class RouterIndexSettings(StrictModel):
     """In process: bound of the index in bytes."""
     anti_entropy_interval_s: Pause = 10.0
     """In process: seconds between two comparisons with each worker's digest; 0: never."""
+    event_key_file: str | None = None
+    """In process: file of the keys by which workers with ``events.key_file`` name blocks, one a line."""
