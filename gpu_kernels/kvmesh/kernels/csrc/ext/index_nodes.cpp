@@ -22,7 +22,7 @@ uint32_t Scopes::use(const std::string& key) {
     scope = free_.back();
     scopes_[scope].key = &by_key_.emplace(key, scope).first->first;
     free_.pop_back();
-    *account_ += bytes_of(key);
+    *account_ += bytes_of(*scopes_[scope].key);
   }
   ++scopes_[scope].uses;
   return scope;

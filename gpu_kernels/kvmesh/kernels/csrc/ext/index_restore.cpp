@@ -87,12 +87,16 @@ uint64_t Restorer::finish() {
   return core_.counters.residencies;
 }
 
-// Whether there is memory for so much more; nothing is given up for it.
-bool Restorer::room(size_t nodes, Held* held, size_t entries) {
-  const size_t more = core_.nodes.growth(nodes) + (held == nullptr ? 0 : held->growth(entries));
-  if (core_.bytes_ + more > core_.max_bytes_) return false;
-  core_.nodes.reserve(nodes);
-  if (held != nullptr) held->reserve(entries);
+// Whether there is memory for one node more; nothing is given up for it. Something is left for those that hold them.
+bool Restorer::room_for_node() {
+  if (core_.bytes_ + core_.nodes.growth(1) > core_.max_bytes_ / 8 * 5) return false;
+  core_.nodes.reserve(1);
+  return true;
+}
+
+bool Restorer::room_for_entry(Held& held) {
+  if (core_.bytes_ + held.growth(1) > core_.max_bytes_) return false;
+  held.reserve(1);
   return true;
 }
 
@@ -121,7 +125,7 @@ void Restorer::read_nodes(Reader& reader) {
     const uint32_t parent = number == kNone ? kNone : nodes_[number];
     if (parent != kNone && core_.nodes[parent].tree() != tree) throw DamagedError();
     if (core_.nodes.find(tree, key) != kNone) throw DamagedError();
-    const bool placed = (number == kNone || parent != kNone) && room(1, nullptr, 0);
+    const bool placed = (number == kNone || parent != kNone) && room_for_node();
     nodes_.push_back(placed ? core_.nodes.find_or_add(tree, key, parent) : kNone);
   }
 }
@@ -146,7 +150,7 @@ void Restorer::read_held(Reader& reader) {
     const uint64_t hash = reader.take<uint64_t>();
     const uint32_t node = nodes_[reader.below(nodes_.size())];
     ++num_held_;
-    if (node == kNone || !room(0, &held, 1)) {
+    if (node == kNone || !room_for_entry(held)) {
       ++core_.counters.forgotten;
       source.forgot = true;
       continue;

@@ -64,7 +64,8 @@ class Restorer {
   void read_held(Reader& reader);
   void read_parked(Reader& reader);
   uint32_t use_scope(Reader& reader);
-  bool room(size_t nodes, Held* held, size_t entries);
+  bool room_for_node();
+  bool room_for_entry(Held& held);
 
   Core& core_;
   std::vector<uint32_t> streams_;
