@@ -70,13 +70,6 @@ class RouterSettings(TracedSettings):
     """Part of transfer ids that tells routers apart; unset: taken from the machine's hardware address."""
 
     @model_validator(mode="after")
-    def require_membership_for_own_index(self) -> Self:
-        """Event endpoints are learnt from the coordinator."""
-        if self.index.kind == "in_process" and self.coordinator_url is None:
-            raise ValueError("index.kind in_process requires coordinator_url: workers' event endpoints come from there")
-        return self
-
-    @model_validator(mode="after")
     def require_matches_for_local_prefill(self) -> Self:
         """Serving a prompt by a generation server alone needs to know what that server holds."""
         if self.max_local_prefill_length > 0 and not isinstance(self.generation_router, KvCacheAwarePolicy):

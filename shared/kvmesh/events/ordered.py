@@ -81,6 +81,8 @@ class OrderedStream:
         self._tracker = SequenceTracker()
         self._last: bytes | Watermark = b""
         """Payload of the last batch, or what an earlier reader kept of it."""
+        self._from_state = False
+        """Whether that payload is what the publisher holds, told under the number of its last batch."""
         self._first = 0
         """Number of the first batch since the last reset."""
         self._cooldown_s = REPLAY_COOLDOWN_S
@@ -253,7 +255,10 @@ class OrderedStream:
     def _take(self, message: KeptBatch, *, replayed: bool) -> None:
         """Deliver one message, unless it has been."""
         if self._tracker.judge(message.sequence) is Arrival.DUPLICATE:
-            self.statistics.duplicates_total += 1
+            if replayed and self._from_state and message.sequence == self.applied:
+                self._last, self._from_state = message.payload, False  # the batch that the state was told under
+            else:
+                self.statistics.duplicates_total += 1
             return
         try:
             records = decode_batch(message.payload, self._keys)
@@ -264,6 +269,7 @@ class OrderedStream:
             self.deliver(Batch(message.sequence, message.topic.decode(errors="replace"), records, replayed))
         if self._tracker.knows_nothing:
             self._first = message.sequence
+        self._from_state = replayed and self._with_state and self._tracker.knows_nothing
         self._tracker.apply(message.sequence)
         self._last = message.payload
 

@@ -228,7 +228,7 @@ class ZmqPublisher:
                 replay.linger = 0
                 # A whole replay fits one reader's queue. Who asks again without reading is broken off, not waited for;
                 # without ROUTER_MANDATORY the rest would be thrown away and its end still promised.
-                replay.sndhwm = self._buffer_steps + 1
+                replay.sndhwm = self._buffer_steps + 2
                 replay.router_mandatory = True
                 self.replay_endpoint = self._bind_socket(replay, self._bind_replay)
         except (OSError, zmq.ZMQError) as error:

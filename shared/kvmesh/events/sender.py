@@ -209,11 +209,15 @@ class BatchSender:
             _log.warning("malformed replay requests ignored", frames=len(frames), so_far=malformed)
 
     def _tell_state(self, replay: zmq.Socket[bytes], client: bytes) -> None:
-        """Everything that is held, under the number of the last batch that it covers, be that one sent or lost."""
+        """Everything that is held, under the number of the last batch that it covers, be that one sent or lost.
+
+        That batch itself follows, where it is kept: by it the reader will know this publisher again.
+        """
         self._take_in_lost(self._queue[0].sequence if self._queue else END_SEQUENCE)
         batch = EventBatch(time.time(), list(self._live.events()), self._rank)
         state = [(self._last, encode_batch(batch, self._encoding))] if self._last >= 0 else []
-        self._send_kept(replay, client, state)
+        last = [kept for kept in self._kept if kept[0] == self._last]
+        self._send_kept(replay, client, [*state, *last])
 
     def _replay(self, replay: zmq.Socket[bytes], client: bytes, first: int) -> None:
         self._send_kept(replay, client, [kept for kept in self._kept if kept[0] >= first])

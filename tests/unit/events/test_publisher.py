@@ -541,8 +541,14 @@ def test_a_reader_may_have_the_whole_state() -> None:
         assert replay(publisher, 0) == [2, -1], "who does not ask for it is answered as ever"
         with reader(zmq.DEALER, publisher.replay_endpoint) as socket:
             socket.send_multipart([b"", b"state"])
-            messages = [socket.recv_multipart() for _ in range(2)]
-    assert [int.from_bytes(sequence, "big", signed=True) for _, _, sequence, _ in messages] == [2, -1]
+            messages = [socket.recv_multipart() for _ in range(3)]
+    numbers = [int.from_bytes(sequence, "big", signed=True) for _, _, sequence, _ in messages]
+    assert numbers == [2, 2, -1], "the batch of that number follows: by it the publisher is known again"
+    assert msgspec.msgpack.decode(messages[1][3])[1][0] == {
+        "type": "BlockRemoved",
+        "block_hashes": [4],
+        "medium": "GPU",
+    }
     assert messages[0][:2] == [b"", b"t"]
     _, [cleared, device, host], rank = msgspec.msgpack.decode(messages[0][3])
     assert rank == 0
