@@ -84,8 +84,8 @@ class WorkerSettings(TracedSettings):
     transfer_checksums: bool = True
     """Whether received pages are checked against the sender's checksums."""
     transfer_bind_host: str = "127.0.0.1"
-    """Address that the transfer sockets bind, and that other servers are told; ``0.0.0.0`` stands for this machine's own
-    address."""
+    """Address that the transfer sockets bind, and that other servers are told; ``0.0.0.0`` stands for this machine's
+    own address."""
     coordinator_url: HttpUrls | None = None
     """Coordinator to register with, or several with commas between; unset: the server stands alone."""
     cluster_secret: Annotated[str | None, Field(min_length=1, repr=False)] = None
