@@ -142,11 +142,14 @@ async def test_workers_registered_by_hand_are_followed_again(tellers: Any, tmp_p
     async with HttpClient() as http, indexer(path) as service:
         body = {"endpoint": stream, "replay_endpoint": replay, "instance_id": "w", "modelname": "m"}
         await http.call("POST", f"{service.url}/register", Any, body=body)  # type: ignore[attr-defined]
+        silent = {"instance_id": "silent", "modelname": "m", "events": "none", "block_size": BLOCK}
+        await http.call("POST", f"{service.url}/register", Any, body=silent)  # type: ignore[attr-defined]
         teller.store(1, 2)
         await until(lambda: held(service, 1, 2) == 2)
     async with indexer(path) as service:
         await until(lambda: held(service, 1, 2) == 2)
         assert service.statistics()["feed_batches_total"] == 0
+        assert service.statistics()["feeds_approximate"] == 1
         teller.store(3, parent=2)
         await until(lambda: held(service, 1, 2, 3) == 3)
 

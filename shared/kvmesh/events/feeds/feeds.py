@@ -227,11 +227,15 @@ class Feeds:
         return True
 
     def saved(self) -> dict[Source, bytes]:
-        """What a snapshot keeps of every feed that publishes, the index's blocks being as of now."""
+        """What a snapshot keeps of every feed that publishes or was registered, the index's blocks being as of now."""
         return {
-            source: SavedFeed.of(running.feed, running.following.stream.watermark, by_hand=running.by_hand).encode()
+            source: SavedFeed.of(
+                running.feed,
+                None if running.following is None else running.following.stream.watermark,
+                by_hand=running.by_hand,
+            ).encode()
             for source, running in self._running.items()
-            if running.following is not None
+            if running.following is not None or running.by_hand
         }
 
     def restored(self, saved: Mapping[Source, bytes]) -> None:
