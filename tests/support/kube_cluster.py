@@ -7,6 +7,7 @@ else's, and root. Everything is a child of this process and ends with it.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import secrets
@@ -16,7 +17,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from kube_dns import DOMAIN, KubeDns
 
@@ -57,8 +58,16 @@ class Cluster:
         self._token = secrets.token_hex(16)
         self._children: list[tuple[str, subprocess.Popen[bytes]]] = []
         self._dns: KubeDns | None = None
+        self._lock: IO[str]
 
     def __enter__(self) -> Self:
+        self.state.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.state / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise AssertionError(f"another cluster runs in {self.state}") from None
         try:
             self._start()
         except BaseException:
@@ -67,6 +76,12 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
+        try:
+            self._stop()
+        finally:
+            self._lock.close()
+
+    def _stop(self) -> None:
         if self._dns is not None:
             self._dns.close()
         for name, child in reversed(self._children):
