@@ -17,9 +17,9 @@ ARGS ?=
 BENCH ?= *
 PEERS ?= $(HOME)/.cache/kvmesh-peers
 STORM ?= 2000,4
-DEPLOY_CACHE ?= $(HOME)/.cache/kvmesh-deploy
-K8S_BIN ?= $(DEPLOY_CACHE)/kubernetes
-K8S_IMAGES ?= $(DEPLOY_CACHE)/images.tar
+export KVMESH_DEPLOY_CACHE ?= $(HOME)/.cache/kvmesh-deploy
+K8S_BIN ?= $(KVMESH_DEPLOY_CACHE)/kubernetes
+K8S_IMAGES ?= $(KVMESH_DEPLOY_CACHE)/images.tar
 JOBS ?= 2
 
 BIN := $(VENV)/bin
@@ -86,10 +86,10 @@ deploy-test: $(DEV) ## Build the images and run the mesh in containers; needs ro
 	@KVMESH_DEPLOY=1 $(BIN)/python -m pytest -s tests/deploy/test_*.py $(ARGS)
 
 k8s-tools: $(DEV) ## Fetch Helm, kubectl and Kubernetes' schemas for the tests of the chart
-	@$(BIN)/python k8s/tools/fetch_helm.py $(DEPLOY_CACHE)
-	@[ -x $(DEPLOY_CACHE)/kubernetes-validate/bin/kubernetes-validate ] || { \
-		$(PYTHON) -m venv $(DEPLOY_CACHE)/kubernetes-validate && \
-		$(DEPLOY_CACHE)/kubernetes-validate/bin/python -m pip install --quiet --disable-pip-version-check \
+	@$(BIN)/python k8s/tools/fetch_helm.py $(KVMESH_DEPLOY_CACHE)
+	@[ -x $(KVMESH_DEPLOY_CACHE)/kubernetes-validate/bin/kubernetes-validate ] || { \
+		$(PYTHON) -m venv $(KVMESH_DEPLOY_CACHE)/kubernetes-validate && \
+		$(KVMESH_DEPLOY_CACHE)/kubernetes-validate/bin/python -m pip install --quiet --disable-pip-version-check \
 			kubernetes-validate==1.37.0; }
 
 k8s-build: ## Build the Kubernetes that k8s-test starts, once, into K8S_BIN
