@@ -5,7 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <iterator>
+#include <utility>
 
 namespace kvmesh {
 namespace {
@@ -377,10 +377,25 @@ class EventReader {
     if (tokens != 0 && (tokens % blocks != 0 || tokens / blocks != static_cast<size_t>(event_.block_size))) return false;
     const auto first = batch_.hashes.begin() + static_cast<std::ptrdiff_t>(event_.first_hash);
     if (blocks == 1) return !event_.has_parent || event_.parent != *first;
-    std::vector<uint64_t> all(first, batch_.hashes.end());
-    if (event_.has_parent) all.push_back(event_.parent);
-    std::sort(all.begin(), all.end());
-    return std::adjacent_find(all.begin(), all.end()) == all.end();
+    return all_different(&*first, blocks);
+  }
+
+  // By a table of places, four for each hash, where 0 is none; two hashes of 0 are caught by counting.
+  bool all_different(const uint64_t* hashes, size_t count) const {
+    size_t bits = 3;
+    while (size_t{1} << bits < 4 * count) ++bits;
+    std::vector<uint64_t>& table = batch_.scratch;
+    table.assign(size_t{1} << bits, 0);
+    bool zero = false;
+    const auto add = [&](uint64_t hash) {
+      if (hash == 0) return !std::exchange(zero, true);
+      size_t place = hash * 0x9E3779B97F4A7C15u >> (64 - bits);
+      for (; table[place] != 0; place = (place + 1) & (table.size() - 1))
+        if (table[place] == hash) return false;
+      table[place] = hash;
+      return true;
+    };
+    return (!event_.has_parent || add(event_.parent)) && std::all_of(hashes, hashes + count, add);
   }
 
   Reader& in_;

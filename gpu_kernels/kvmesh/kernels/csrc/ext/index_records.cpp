@@ -1,34 +1,68 @@
 // Records of Python (kvmesh.events.records) into the index.
 #include "index_object.h"
 
+#include <structmember.h>
+
 namespace kvmesh::index {
 namespace {
 
-// Attribute names, made once.
-struct Words {
-  PyObject *hashes, *parent, *token_ids, *block_size, *tier, *lora, *salt, *extra_keys, *group, *kind, *model,
-      *tenant, *lookahead;
+// An attribute of records. Records are structs whose attributes lie at fixed places: where, is asked once, since asking
+// for each attribute of each record by its name would cost more than reading a block of tokens.
+class Field {
+ public:
+  explicit Field(const char* name) : name_(PyUnicode_InternFromString(name)) {}
 
-  static const Words* get() {
-    static const Words* words = make();
-    return words;
+  bool named() const { return name_ != nullptr; }
+
+  Ref of(PyObject* record) {
+    if (Py_TYPE(record) != type_) look_at(Py_TYPE(record));
+    if (offset_ > 0) {
+      PyObject* value = *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(record) + offset_);
+      if (value != nullptr) return Ref::borrowed(value);
+    }
+    return Ref(PyObject_GetAttr(record, name_));
   }
 
  private:
-  static const Words* make() {
-    auto* words = new (std::nothrow) Words{};
-    if (words == nullptr) return nullptr;
-    const std::pair<PyObject**, const char*> all[] = {
-        {&words->hashes, "hashes"},         {&words->parent, "parent"}, {&words->token_ids, "token_ids"},
-        {&words->block_size, "block_size"}, {&words->tier, "tier"},     {&words->lora, "lora"},
-        {&words->salt, "salt"},             {&words->group, "group"},   {&words->extra_keys, "extra_keys"},
-        {&words->kind, "kind"},             {&words->model, "model"},   {&words->tenant, "tenant"},
-        {&words->lookahead, "lookahead"}};
-    for (const auto& [word, text] : all)
-      if ((*word = PyUnicode_InternFromString(text)) == nullptr) return nullptr;
-    return words;
+  void look_at(PyTypeObject* type) {
+    Py_XSETREF(type_, reinterpret_cast<PyTypeObject*>(Py_NewRef(reinterpret_cast<PyObject*>(type))));
+    offset_ = 0;
+    const Ref descriptor(PyObject_GetAttr(reinterpret_cast<PyObject*>(type), name_));
+    if (!descriptor) {
+      PyErr_Clear();
+    } else if (Py_IS_TYPE(descriptor.get(), &PyMemberDescr_Type)) {
+      const PyMemberDef* member = reinterpret_cast<PyMemberDescrObject*>(descriptor.get())->d_member;
+      if (member->type == T_OBJECT_EX) offset_ = member->offset;
+    }
+  }
+
+  PyObject* name_;
+  PyTypeObject* type_ = nullptr;
+  Py_ssize_t offset_ = 0;
+};
+
+struct Fields {
+  Field hashes{"hashes"}, parent{"parent"}, token_ids{"token_ids"}, block_size{"block_size"};
+  Field tier{"tier"}, lora{"lora"}, salt{"salt"}, extra_keys{"extra_keys"}, group{"group"};
+  Field kind{"kind"}, model{"model"}, tenant{"tenant"}, lookahead{"lookahead"};
+
+  bool named() const {
+    for (const Field* field : {&hashes, &parent, &token_ids, &block_size, &tier, &lora, &salt, &extra_keys, &group, &kind,
+                               &model, &tenant, &lookahead})
+      if (!field->named()) return false;
+    return true;
   }
 };
+
+// Of the two types of records, so that none is looked at anew each time.
+Fields& stored_fields() {
+  static Fields fields;
+  return fields;
+}
+Fields& removed_fields() {
+  static Fields fields;
+  return fields;
+}
 
 // Groups whose blocks mean that a prefix can be reused; those of windows and recurrent states do not. Windows count of
 // a source that tells its widest group alone: then there is none that needs more blocks, and the blocks of a whole
@@ -51,14 +85,14 @@ bool read_identities(State& state, PyObject* record, PyObject* extra_keys, PyObj
 }
 
 bool apply_stored(State& state, uint32_t stream, PyObject* record) {
-  const Words& words = *Words::get();
-  const Ref hashes(PyObject_GetAttr(record, words.hashes)), parent(PyObject_GetAttr(record, words.parent));
-  const Ref tokens(PyObject_GetAttr(record, words.token_ids)), size(PyObject_GetAttr(record, words.block_size));
-  const Ref tier(PyObject_GetAttr(record, words.tier)), lora(PyObject_GetAttr(record, words.lora));
-  const Ref salt(PyObject_GetAttr(record, words.salt)), extra(PyObject_GetAttr(record, words.extra_keys));
-  const Ref group(PyObject_GetAttr(record, words.group)), kind(PyObject_GetAttr(record, words.kind));
-  const Ref model(PyObject_GetAttr(record, words.model)), tenant(PyObject_GetAttr(record, words.tenant));
-  const Ref lookahead(PyObject_GetAttr(record, words.lookahead));
+  Fields& fields = stored_fields();
+  const Ref hashes(fields.hashes.of(record)), parent(fields.parent.of(record));
+  const Ref tokens(fields.token_ids.of(record)), size(fields.block_size.of(record));
+  const Ref tier(fields.tier.of(record)), lora(fields.lora.of(record));
+  const Ref salt(fields.salt.of(record)), extra(fields.extra_keys.of(record));
+  const Ref group(fields.group.of(record)), kind(fields.kind.of(record));
+  const Ref model(fields.model.of(record)), tenant(fields.tenant.of(record));
+  const Ref lookahead(fields.lookahead.of(record));
   if (!hashes || !parent || !tokens || !size || !tier || !lora || !salt || !extra || !group || !kind || !model ||
       !tenant || !lookahead)
     return false;
@@ -100,9 +134,9 @@ bool apply_stored(State& state, uint32_t stream, PyObject* record) {
 }
 
 bool apply_removed(State& state, uint32_t stream, PyObject* record) {
-  const Words& words = *Words::get();
-  const Ref hashes(PyObject_GetAttr(record, words.hashes)), tier(PyObject_GetAttr(record, words.tier));
-  const Ref group(PyObject_GetAttr(record, words.group));
+  Fields& fields = removed_fields();
+  const Ref hashes(fields.hashes.of(record)), tier(fields.tier.of(record));
+  const Ref group(fields.group.of(record));
   int of = 0;
   std::optional<int64_t> number;
   if (!hashes || !tier || !group || !read_tier(tier.get(), &of) || !read_group(group.get(), &number)) return false;
@@ -148,7 +182,7 @@ uint32_t use_scope(State& state, uint32_t stream, PyObject* model, PyObject* ten
 }
 
 PyObject* apply_records(State& state, uint32_t stream, PyObject* records) {
-  if (Words::get() == nullptr) return PyErr_Occurred() ? nullptr : PyErr_NoMemory();
+  if (!stored_fields().named() || !removed_fields().named()) return PyErr_NoMemory();
   const Ref items(PySequence_Fast(records, "records must be iterable"));
   if (!items) return nullptr;
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()) && state.core.known(stream); ++i) {
