@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from meshes.by_hand import Mesh
-from meshes.process import until
+from meshes.process import request, until
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from kvmesh.models.store import DEFAULT_MODEL
@@ -22,6 +22,11 @@ PARENT_ID = "00f067aa0ba902b7"
 CHUNK_TOKENS = 64
 WINDOWS = [8192, 4096]
 """Longer than the prompt, and different, so that there are two layer groups."""
+EXEMPLARS = {
+    "router": "kvmesh_router_first_byte_seconds",
+    "context": "kvmesh_time_to_first_token_seconds",
+    "generation": "kvmesh_time_to_first_token_seconds",
+}
 
 
 class Span(NamedTuple):
@@ -153,6 +158,11 @@ def test_one_trace_a_request(collector: Collector, make_brief_mesh: Callable[...
     slices = sorted((span for span in parts if span.name == "slice"), key=lambda span: span.start_ns)
     within(slices, transfer)
     assert len(slices) == len(WINDOWS), "each layer group is a slice"
+    # Who measures it names it: a slow bucket leads to this trace.
+    for name, histogram in EXEMPLARS.items():
+        _, page = request(f"{mesh[name].url}/metrics", headers={"Accept": "application/openmetrics-text"})
+        marked = {line.partition("_bucket")[0] for line in page.decode().splitlines() if TRACE_ID in line}
+        assert marked == {"kvmesh_http_request_seconds", histogram}
     # Another request without a trace of its own gets a new one.
     assert mesh["router"].post("/v1/completions", {**body, "prompt": "Twice"})[0] == 200
     others = {TRACE_ID}

@@ -201,9 +201,10 @@ class Cluster:
         }
 
     def statistics(self) -> dict[str, float]:
-        """Servers by role and how many cannot be used."""
+        """Servers by role, how many cannot be used, and whether there are enough."""
         roles = [server.member.role for server in self._servers.values()]
         return {
+            "ready": float(self.ready()),
             "context_servers": roles.count("context"),
             "generation_servers": roles.count("generation"),
             "aggregated_servers": roles.count("both"),

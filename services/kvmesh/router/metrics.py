@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from prometheus_client import Counter, Histogram
 
+from kvmesh.protocol.openai.requests import ApiKind
 from kvmesh.telemetry.metrics import LATENCY_BUCKETS_S, Metrics
 
 __all__ = ["RouterMetrics"]
 
 _STAGE_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1, 5)
 _SHARE_BUCKETS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
+OUTCOMES = ("ok", "client_error", "server_error", "timeout", "cancelled")
 
 
 class RouterMetrics:
@@ -20,6 +24,10 @@ class RouterMetrics:
         self._requests = Counter(
             "kvmesh_router_requests_total", "Requests that ended, by outcome", ["api", "outcome"], registry=registry
         )
+        # All there from the first scrape on: a counter that appears with its first event seems never to have moved.
+        for api in get_args(ApiKind):
+            for outcome in OUTCOMES:
+                self._requests.labels(api, outcome)
         stages = Histogram(
             "kvmesh_router_stage_seconds",
             "Time that the router adds: waiting for a place, tokenizing, asking for matches",
@@ -44,5 +52,5 @@ class RouterMetrics:
         )
 
     def ended(self, api: str, outcome: str) -> None:
-        """A request is over: ``ok``, ``client_error``, ``server_error``, ``timeout`` or ``cancelled``."""
+        """A request is over, with one of :data:`OUTCOMES`."""
         self._requests.labels(api, outcome).inc()

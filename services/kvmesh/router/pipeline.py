@@ -33,6 +33,7 @@ from kvmesh.router.relay import relay
 from kvmesh.router.tokenizing import Prompt, PromptTokenizer
 from kvmesh.router.upstream import Reply
 from kvmesh.router.work import Work
+from kvmesh.telemetry import exemplars
 from kvmesh.telemetry.tracing import Tracing
 
 __all__ = ["Pipeline", "RequestHead"]
@@ -184,7 +185,7 @@ class Pipeline:
             def on_first() -> None:
                 first_s = (self._clock.unix_ns() - started_ns) / 1e9
                 explanation.first_byte_ms = first_s * 1e3
-                self._metrics.first_byte_s.observe(first_s)
+                self._metrics.first_byte_s.observe(first_s, exemplars.current())
 
             await relay(works, self._dispatcher, reply, response_id=explanation.response_id, on_first=on_first)
 

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from kvmesh.net.auth import ApiKeys
 from kvmesh.protocol.errors import ApiError, bad_request
-from kvmesh.telemetry import get_logger
+from kvmesh.telemetry import exemplars, get_logger
 from kvmesh.telemetry.metrics import Metrics
 
 __all__ = [
@@ -119,6 +119,7 @@ def _measured(metrics: Metrics) -> Any:
         route = resource.canonical if resource is not None else "unknown"
         status = str(CLIENT_LEFT)
         started = time.perf_counter()
+        exemplars.begin()
         metrics.http_in_flight.inc()
         try:
             response = await handler(request)
@@ -127,7 +128,7 @@ def _measured(metrics: Metrics) -> Any:
         finally:
             metrics.http_in_flight.dec()
             metrics.http_requests.labels(route, status).inc()
-            metrics.http_seconds.labels(route).observe(time.perf_counter() - started)
+            metrics.http_seconds.labels(route).observe(time.perf_counter() - started, exemplars.current())
 
     return measure
 

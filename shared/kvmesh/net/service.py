@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from kvmesh.net.tls import Tls
 from kvmesh.net.tls_listener import TlsListener
 from kvmesh.protocol.errors import unavailable
 from kvmesh.telemetry import get_logger
-from kvmesh.telemetry.metrics import CONTENT_TYPE, Metrics
+from kvmesh.telemetry.metrics import Metrics
 
 __all__ = ["Health", "Service", "run_service", "serving"]
 
@@ -105,6 +106,7 @@ class Service:
     async def drain(self) -> None:
         """Refuse new work and wait, at most ``drain_s``, for what has begun."""
         self.draining = True
+        self.metrics.drain_deadline.set(time.time() + self.drain_s)
         if not self._in_flight:
             return
         self._idle = anyio.Event()
@@ -133,8 +135,9 @@ class Service:
         body = {"status": "ok" if health.ok else "unavailable", "detail": health.detail, "service": self.name}
         return json_response(body, 200 if health.ok else 503)
 
-    async def _metrics(self, _request: web.Request) -> web.Response:
-        return web.Response(body=self.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+    async def _metrics(self, request: web.Request) -> web.Response:
+        body, content_type = self.metrics.answer(",".join(request.headers.getall("Accept", ())))
+        return web.Response(body=body, headers={"Content-Type": content_type})
 
 
 @asynccontextmanager

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
@@ -16,7 +17,7 @@ __all__ = ["LATENCY_BUCKETS_S", "LabelledCollector", "Metrics", "StatisticsColle
 LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 180)
 """From a proxy hop to the request deadline."""
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
+OPENMETRICS = "application/openmetrics-text"
 
 
 class Metrics:
@@ -36,6 +37,11 @@ class Metrics:
             registry=self.registry,
         )
         self.http_in_flight = Gauge("kvmesh_http_in_flight", "HTTP requests being served", registry=self.registry)
+        self.drain_deadline = Gauge(
+            "kvmesh_drain_deadline_seconds",
+            "While the service stops: when its drain is to be over, in seconds since 1970; else 0",
+            registry=self.registry,
+        )
 
     def collect_statistics(
         self, prefix: str, read: Callable[[], Mapping[str, float]], documentation: Mapping[str, str] | None = None
@@ -48,8 +54,37 @@ class Metrics:
         self.registry.register(collector)
 
     def render(self) -> bytes:
-        """The exposition text."""
+        """The exposition as plain text, without exemplars."""
         return generate_latest(self.registry)
+
+    def answer(self, accept: str) -> tuple[bytes, str]:
+        """The exposition for a scraper.
+
+        Args:
+            accept: its ``Accept``; who prefers OpenMetrics gets that, with exemplars.
+
+        Returns:
+            Body, and its content type.
+        """
+        if _prefers_openmetrics(accept):
+            body: bytes = openmetrics.generate_latest(self.registry)  # type: ignore[no-untyped-call]
+            return body, openmetrics.CONTENT_TYPE_LATEST
+        return self.render(), CONTENT_TYPE_LATEST
+
+
+def _prefers_openmetrics(accept: str) -> bool:
+    """Whether an ``Accept`` header (RFC 9110 §12.5.1) names OpenMetrics, and text not before it."""
+    weights: dict[str, float] = {}
+    for one in accept.lower().split(","):
+        kind, *parameters = (part.strip() for part in one.split(";"))
+        given = [value for name, _, value in (p.partition("=") for p in parameters) if name.strip() == "q"]
+        try:
+            weight = float(given[0]) if given else 1.0
+        except ValueError:
+            weight = 0.0
+        weights[kind] = max(weights.get(kind, 0.0), weight)
+    wanted = weights.get(OPENMETRICS, 0.0)
+    return wanted > 0 and wanted >= weights.get("text/plain", 0.0)
 
 
 class StatisticsCollector(Collector):

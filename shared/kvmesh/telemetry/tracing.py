@@ -14,6 +14,8 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from kvmesh.telemetry import exemplars
+
 __all__ = ["Tracing"]
 
 AttributeValue = str | bool | int | float
@@ -68,8 +70,13 @@ class Tracing:
     def span(
         self, name: str, parent: Context, *, kind: SpanKind = SpanKind.INTERNAL, **attributes: AttributeValue
     ) -> Iterator[tuple[Span, Context]]:
-        """A span around a ``with`` block; gives the span and the context below it. An exception marks it failed."""
+        """A span around a ``with`` block; gives the span and the context below it. An exception marks it failed.
+
+        One of kind ``SERVER`` becomes the exemplar of what is measured of its request.
+        """
         span = self._tracer.start_span(name, parent, kind=kind, attributes=attributes)
+        if kind is SpanKind.SERVER:
+            exemplars.note(span)
         try:
             yield span, trace.set_span_in_context(span, parent)
         except Exception as error:

@@ -45,6 +45,8 @@ def _statistics(read: Callable[[int], EngineStats | None], rank: int) -> Collect
             return {}
         statistics = msgspec.structs.asdict(stats)
         del statistics["cache"]  # has metrics of its own
+        # In OpenMetrics `x` and `x_total` would be two families of one name.
+        statistics["events_unfetched"] = statistics.pop("events_buffered")
         return statistics
 
     return StatisticsCollector("kvmesh_engine", figures)

@@ -10,6 +10,7 @@ from opentelemetry.context import Context
 from prometheus_client import Counter, Histogram
 
 from kvmesh.protocol.engine import RequestTimings
+from kvmesh.telemetry import exemplars
 from kvmesh.telemetry.metrics import LATENCY_BUCKETS_S, Metrics
 from kvmesh.telemetry.tracing import Tracing
 from kvmesh.worker.plans import Plan, PlannedSequence
@@ -69,7 +70,7 @@ class Observations:
         since_s = now_s - self._last_token_s[key]
         self._last_token_s[key] = now_s
         if sequence.run.completion_tokens == len(delta.token_ids):
-            self._ttft.observe(since_s)
+            self._ttft.observe(since_s, exemplars.current())
         elif delta.token_ids:
             self._itl.observe(since_s / len(delta.token_ids))
         if delta.finish_reason is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
 from kvmesh.protocol.cache_report import CacheReport, GroupFlows, GroupReport, GroupUse, TierReport
 from kvmesh.protocol.engine import EngineStats
 from kvmesh.telemetry.metrics import Metrics
@@ -75,6 +77,15 @@ def test_those_of_one_engine_have_none() -> None:
     lines = lines_of([EngineStats(running=1, cache=FIRST)])
     assert "kvmesh_engine_running 1.0" in lines
     assert not any("dp_rank" in line for line in lines)
+
+
+def test_no_two_families_have_one_name() -> None:
+    """In OpenMetrics a counter's family is called without its ``_total``."""
+    metrics = Metrics()
+    collect_engines(metrics, 1, lambda _rank: EngineStats(cache=FIRST))
+    page = metrics.answer("application/openmetrics-text")[0].decode()
+    names = [family.name for family in text_string_to_metric_families(page)]  # type: ignore[no-untyped-call]
+    assert "kvmesh_engine_events_unfetched" in names
 
 
 def test_before_there_are_engines_there_are_no_series() -> None:
