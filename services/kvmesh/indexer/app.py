@@ -17,6 +17,7 @@ from kvmesh.config import IndexerSettings
 from kvmesh.events.feeds import Feeds, Gate
 from kvmesh.events.index import PrefixIndex, Source
 from kvmesh.events.keyed import KeyRing
+from kvmesh.events.sockets import make_context
 from kvmesh.hashing import TokenIds
 from kvmesh.indexer.matching import MatchServer
 from kvmesh.indexer.merged import MergedStream
@@ -117,7 +118,7 @@ class IndexerService(Service):
 
     async def _work(self, *, task_status: TaskStatus[Feeds]) -> None:
         """Answer and follow; every socket is closed at the end."""
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        context = make_context()
         zap = None if self._security is None else ZapServer(context, self._security)
         saved = {} if self.snapshots is None else await anyio.to_thread.run_sync(self.snapshots.read)
         try:
@@ -159,6 +160,7 @@ class IndexerService(Service):
             "match_requests_total": self.matching.answered_total,
             "routed_total": self.matching.routed_total,
             "malformed_match_requests_total": self.matching.malformed_total,
+            "failed_match_requests_total": self.matching.failed_total,
             **({} if self._feeds is None else self._feeds.statistics()),
             **({} if self.merged is None else self.merged.statistics()),
             **({} if self.snapshots is None else msgspec.structs.asdict(self.snapshots.statistics)),

@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 from kvmesh.events.index import DEFAULT_TENANT
 from kvmesh.hashing import sequence_hashes
 from kvmesh.protocol.errors import bad_request
+from kvmesh.protocol.match import MAX_DP_RANK, MAX_TTL_S
 
 __all__ = ["HashQuery", "Prediction", "Query", "RegisterBody", "Unregister"]
 
 NonEmpty = Annotated[str, msgspec.Meta(min_length=1)]
-Rank = Annotated[int, msgspec.Meta(ge=0)]
+Rank = Annotated[int, msgspec.Meta(ge=0, le=MAX_DP_RANK)]
 BlockSize = Annotated[int, msgspec.Meta(gt=0)]
 Instance = NonEmpty | int
 """Dynamo's instances are numbers; they are known by their decimal digits here."""
@@ -145,7 +146,7 @@ class Prediction(Query, kw_only=True):
     """``POST /predict``: a request with these tokens is on its way to ``instance_id``."""
 
     dp_rank: Rank = 0
-    ttl_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] | None = None
+    ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_TTL_S)] | None = None
     """How long it counts unless its events come; absent: as the settings say."""
 
     def target(self) -> tuple[str, int]:

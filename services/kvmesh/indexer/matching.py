@@ -60,6 +60,8 @@ class MatchServer:
         self.answered_total = 0
         self.routed_total = 0
         self.malformed_total = 0
+        self.failed_total = 0
+        """Messages that this end could not deal with: defects, each with a traceback in the log."""
 
     @property
     def bound(self) -> bool:
@@ -93,11 +95,8 @@ class MatchServer:
                 frames = receive(socket)
                 if frames is None:
                     await readable(socket)
-                elif len(frames) > 2 and frames[-2] == ROUTED:
-                    self._routed(frames[-1])
-                elif (reply := self._answer(frames[-1])) is not None:
-                    # A router that does not read its answers loses them; nobody waits for it.
-                    socket.send_multipart([*frames[:-1], reply], zmq.NOBLOCK)
+                else:
+                    self._handle(socket, frames)
             await anyio.lowlevel.checkpoint()
 
     def close(self) -> None:
@@ -105,6 +104,19 @@ class MatchServer:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+    def _handle(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
+        try:
+            if len(frames) > 2 and frames[-2] == ROUTED:
+                self._routed(frames[-1])
+            elif (reply := self._answer(frames[-1])) is not None:
+                # A router that does not read its answers loses them; nobody waits for it.
+                socket.send_multipart([*frames[:-1], reply], zmq.NOBLOCK)
+        except Exception:
+            # The border of error isolation: what one message makes go wrong is nobody else's.
+            self.failed_total += 1
+            if self.failed_total & (self.failed_total - 1) == 0:
+                _log.exception("a match request could not be answered", so_far=self.failed_total)
 
     def _answer(self, question: bytes) -> bytes | None:
         try:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import anyio
 import numpy as np
-import zmq
 from anyio.abc import TaskStatus
 
 from kvmesh.events.feeds import Feeds
 from kvmesh.events.index import PrefixIndex, Source
 from kvmesh.events.keyed import KeyRing
 from kvmesh.events.keyed_lookup import lookup_of
+from kvmesh.events.sockets import make_context
 from kvmesh.net.clock import Clock
 from kvmesh.net.curve import CurveSecurity
 from kvmesh.protocol.members import MemberEvent
@@ -57,7 +57,7 @@ class InProcessMatcher(Matcher):
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Follow until cancelled."""
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        context = make_context()
         try:
             async with anyio.create_task_group() as tasks:
                 feeds = self._feeds = Feeds(

@@ -168,6 +168,7 @@ class DigestPoller:
         context: of the socket.
         endpoint: the publisher's replay endpoint.
         deliver: takes each answer; runs on the event loop and must not block.
+        on_ask: called before each request is sent.
         interval_s: seconds between two requests.
         answer_s: longest wait for an answer.
         security: keys, where the publisher asks for some.
@@ -179,6 +180,7 @@ class DigestPoller:
         endpoint: str,
         deliver: Callable[[DigestAnswer], None],
         *,
+        on_ask: Callable[[], None] = lambda: None,
         interval_s: float = 10.0,
         answer_s: float = ANSWER_S,
         security: CurveSecurity | None = None,
@@ -186,6 +188,7 @@ class DigestPoller:
         self._context = context
         self._endpoint = endpoint
         self._deliver = deliver
+        self._on_ask = on_ask
         self._interval_s = interval_s
         self._answer_s = answer_s
         self._security = security
@@ -222,6 +225,7 @@ class DigestPoller:
         while receive(socket) is not None:
             pass  # Late answers: the next one is about now.
         with anyio.move_on_after(self._answer_s) as waiting:
+            self._on_ask()
             while not self._sent(socket):
                 await readable(socket)
             while (frames := receive(socket)) is None:

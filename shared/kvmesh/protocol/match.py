@@ -6,14 +6,22 @@ sends a prompt it tells by ``["routed", msgpack(Routed)]``, which is not answere
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from kvmesh.protocol.version import PROTOCOL_VERSION
 
-__all__ = ["ROUTED", "MatchReply", "MatchRequest", "Routed", "WorkerMatch"]
+__all__ = ["MAX_DP_RANK", "MAX_TTL_S", "ROUTED", "MatchReply", "MatchRequest", "Routed", "WorkerMatch"]
 
 ROUTED = b"routed"
 """Frame before a :class:`Routed`."""
+
+MAX_TTL_S = 86_400
+"""Longest that a prediction counts."""
+
+MAX_DP_RANK = 65_535
+"""Above every rank: each has a port."""
 
 
 class MatchRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -51,12 +59,12 @@ class Routed(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A prompt is on its way to a worker, which will soon hold it: counted as held before its events come."""
 
     instance_id: str
-    dp_rank: int = 0
+    dp_rank: Annotated[int, msgspec.Meta(ge=0, le=MAX_DP_RANK)] = 0
     model: str
     token_ids: bytes
     """int32 little-endian token ids of the whole prompt."""
     lora_id: int | None = None
     cache_salt: str | None = None
-    ttl_s: float
+    ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_TTL_S)]
     """Seconds until it counts no more unless its events have come."""
     protocol: int = PROTOCOL_VERSION

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -144,9 +145,39 @@ async def test_routers_tell_over_the_match_socket(teller: Teller) -> None:
             context.term()
 
 
+async def test_no_message_ends_the_match_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times and ranks that nobody means are malformed; a defect is counted, and the next question answered."""
+    async with running() as indexer:
+        await indexer.post("/register", instance_id="w", model="m", events="none", block_size=BLOCK)
+        context = zmq.asyncio.Context()
+        dealer = context.socket(zmq.DEALER)
+        dealer.linger = 0
+        try:
+            dealer.connect(indexer.service.matching.endpoint)
+            prompt = np.array(tokens(1, 2), np.int32).tobytes()
+            fields = {"instance_id": "w", "model": "m", "token_ids": prompt, "dp_rank": 0, "ttl_s": TTL_S}
+            wrong: list[dict[str, Any]] = [{"ttl_s": value} for value in (math.inf, math.nan, 1e300, 0.0, -1.0)]
+            wrong += [{"dp_rank": value} for value in (-1, 1 << 16, 1 << 63)]
+            for changes in wrong:
+                await dealer.send_multipart([ROUTED, msgspec.msgpack.encode(fields | changes)])
+            statistics = indexer.service.statistics
+            await until(lambda: statistics()["malformed_match_requests_total"] == len(wrong))
+            question = {"id": 1, "model": "m", "token_ids": prompt}
+            with monkeypatch.context() as broken:
+                broken.setattr(indexer.service.matching, "_match", None)
+                await dealer.send(msgspec.msgpack.encode(question))
+                await until(lambda: statistics()["failed_match_requests_total"] == 1)
+            await dealer.send(msgspec.msgpack.encode(question | {"id": 2}))
+            assert msgspec.msgpack.decode(await dealer.recv())["id"] == 2
+        finally:
+            dealer.close()
+            context.term()
+
+
 @pytest.mark.parametrize(
     ("body", "status"),
     [
+        ({"instance_id": "w", "dp_rank": 1 << 64}, 400),
         ({"instance_id": "nobody"}, 404),
         ({"instance_id": "w", "dp_rank": 1}, 404),
         ({}, 400),

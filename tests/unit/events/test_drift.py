@@ -28,11 +28,15 @@ def answer(sequence: int, *hashes: int) -> DigestAnswer:
 
 def test_equal_sets_are_equal_whoever_is_ahead() -> None:
     watch = DriftWatch(1.0)
-    assert watch.applied(0, held(1)) is None
+    assert not watch.wants(0)
+    watch.asked((0, held(1)))
+    assert watch.wants(1)
     assert watch.applied(1, held(1, 2)) is None
     assert watch.told(answer(0, 1), (1, held(1, 2))) is None  # late
     assert watch.told(answer(1, 2, 1), (1, held(1, 2))) is None
+    assert not watch.wants(2)
     assert watch.told(answer(3, 3), (1, held(1, 2))) is None  # early: it waits
+    assert [watch.wants(sequence) for sequence in (2, 3)] == [False, True]
     assert watch.applied(2, held(2)) is None
     assert watch.applied(3, held(3)) is None
     assert watch.compared_total == 3
@@ -49,6 +53,7 @@ def test_nothing_published_and_nothing_held_are_equal() -> None:
 
 def test_differences_are_found_whoever_is_ahead() -> None:
     watch = DriftWatch(1.0)
+    watch.asked((-1, {}))
     watch.applied(0, held(1))
     watch.applied(1, held(1, 2))
     late = watch.told(answer(0, 1, 7), (1, held(1, 2)))
@@ -76,9 +81,12 @@ def test_nothing_is_compared_with_what_is_void_or_forgotten() -> None:
     assert watch.applied(3, None) is None
     assert watch.told(answer(2, 9), (3, None)) is None
     assert watch.told(answer(3, 9), (3, None)) is None
-    for sequence in range(KEPT_BATCHES + 1):
+    watch.asked((-1, None))
+    for sequence in range(KEPT_BATCHES):
+        assert watch.wants(sequence)
         watch.applied(sequence, held(1))
-    assert watch.told(answer(0, 9), (KEPT_BATCHES, held(1))) is None
+    assert not watch.wants(KEPT_BATCHES)
+    assert watch.told(answer(KEPT_BATCHES, 9), (KEPT_BATCHES + 1, held(1))) is None
     assert watch.compared_total == 0
 
 

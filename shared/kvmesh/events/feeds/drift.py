@@ -1,8 +1,9 @@
 """Whether an index holds what a publisher tells: both state digests as of a sequence number, and numbers have to meet.
 
-The publisher's answer may be ahead of what has been applied here, or behind it. So the digests of the latest batches
-are kept for answers that come late, and an answer that is ahead is kept until its batch has been applied. One whose
-batch has not come by the next answer tells of a batch that was lost with nothing after it.
+The publisher's answer may be ahead of what has been applied here, or behind it. So the digests of batches that are
+applied while an answer is on its way are kept, and an answer that is ahead is kept until its batch has been applied.
+One whose batch has not come by the next answer tells of a batch that was lost with nothing after it. At other times
+nothing is noted: digests cost time by the number of adapters and salts.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from kvmesh.events.published import NOTHING_PUBLISHED
 
 __all__ = ["Drift", "DriftWatch"]
 
-KEPT_BATCHES = 1024
-"""Digests of so many batches wait for an answer, which takes milliseconds."""
+KEPT_BATCHES = 16
+"""Digests of so many batches wait for an answer, which takes milliseconds; with more, the next one has to do."""
 
 LONGEST_REST_S = 600.0
 """What a publisher no longer keeps cannot be repaired by reading it anew; that is tried ever less often, up to this."""
@@ -47,9 +48,22 @@ class DriftWatch:
         self._resting_until_s = 0.0
         self._history: deque[tuple[int, Held]] = deque(maxlen=KEPT_BATCHES)
         self._told: DigestAnswer | None = None
-        self.awaited = False
-        """Whether :meth:`applied` has to be told: the publisher offers digests."""
+        self._asking = False
         self.compared_total = 0
+
+    def asked(self, now: tuple[int, Held | None]) -> None:
+        """The publisher is being asked, while the batch with this number was the last one applied."""
+        self._history.clear()
+        sequence, held = now
+        if held is not None:
+            self._history.append((sequence, held))
+        self._asking = True
+
+    def wants(self, sequence: int) -> bool:
+        """Whether :meth:`applied` has to be told of this batch."""
+        if self._told is not None and sequence >= _number(self._told):
+            return True
+        return self._asking and len(self._history) < KEPT_BATCHES
 
     def applied(self, sequence: int, held: Held | None) -> Drift | None:
         """A batch has been applied.
@@ -61,7 +75,8 @@ class DriftWatch:
         if held is None:
             self.void()
             return None
-        self._history.append((sequence, held))
+        if self._asking and len(self._history) < KEPT_BATCHES:
+            self._history.append((sequence, held))
         told = self._told
         if told is None or _number(told) > sequence:
             return None
@@ -75,7 +90,7 @@ class DriftWatch:
             answer: what it says.
             now: the last batch applied and digests of what is held; -1 before the first.
         """
-        self.awaited = True
+        self._asking = False
         sequence, held = now
         wanted = _number(answer)
         if wanted > sequence:
@@ -84,6 +99,7 @@ class DriftWatch:
             return Drift(wanted, {}) if missing else None
         if wanted < sequence:
             held = next((of for number, of in self._history if number == wanted), None)
+        self._history.clear()
         return None if held is None else self._compare(answer, held)
 
     def void(self) -> None:

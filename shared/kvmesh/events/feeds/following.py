@@ -25,6 +25,9 @@ from kvmesh.telemetry import get_logger
 
 __all__ = ["FeedObserver", "Following"]
 
+FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
+"""Until a publisher is tried again whose sockets could not be had."""
+
 _log = get_logger("events.feeds")
 
 
@@ -102,7 +105,12 @@ class Following:
         self._poller: DigestPoller | None = None
         if anti_entropy_interval_s and feed.replay_endpoint is not None:
             self._poller = DigestPoller(
-                context, feed.replay_endpoint, self._told, interval_s=anti_entropy_interval_s, security=security
+                context,
+                feed.replay_endpoint,
+                self._told,
+                on_ask=lambda: self.watch.asked((self.stream.applied, self._held())),
+                interval_s=anti_entropy_interval_s,
+                security=security,
             )
 
     async def run(self) -> None:
@@ -110,15 +118,26 @@ class Following:
         structlog.contextvars.clear_contextvars()  # those of the request that registered it
         feed = self.feed
         _log.info("following", instance_id=feed.source.instance_id, endpoint=feed.endpoint)
-        try:
-            async with anyio.create_task_group() as tasks:
-                if self._poller is not None:
-                    tasks.start_soon(self._poller.run)
-                if self._subscriber is not None:
-                    await self._subscriber.run(self._take)
-        except* zmq.ZMQError as errors:
-            reason = "; ".join(map(str, errors.exceptions))
-            _log.error("cannot follow", instance_id=feed.source.instance_id, endpoint=feed.endpoint, error=reason)
+        rest_s = FIRST_REST_S
+        while True:
+            try:
+                async with anyio.create_task_group() as tasks:
+                    if self._poller is not None:
+                        tasks.start_soon(self._poller.run)
+                    if self._subscriber is not None:
+                        await self._subscriber.run(self._take)
+                return
+            except* zmq.ZMQError as errors:
+                reason = "; ".join(map(str, errors.exceptions))
+                _log.error(
+                    "cannot follow",
+                    instance_id=feed.source.instance_id,
+                    endpoint=feed.endpoint,
+                    error=reason,
+                    again_in_s=rest_s,
+                )
+            await anyio.sleep(rest_s)
+            rest_s = min(2 * rest_s, LONGEST_REST_S)
 
     def admission(self) -> Admission:
         """How the listener follows it."""
@@ -138,7 +157,7 @@ class Following:
         match item:
             case Batch():
                 self._index.apply(feed.source, item.records.records)
-                if self.watch.awaited:
+                if self.watch.wants(item.sequence):
                     self._judge(self.watch.applied(item.sequence, self._held()))
                 if self._observer is not None:
                     self._observer.applied(feed, item)
