@@ -2,10 +2,15 @@
 
 They may carry the older names, too (``type``, ``block_hashes``), and tell model and tenant with every event: one stream
 may be of several. The master knows objects, not tokens; events without tokens are about blocks that others have told.
+
+Hashes are of tokens alone, equal for everybody who has the same prompt: here each has what the event says of model,
+tenant, adapter and salt mixed in, so that one owner's block is not taken for another's.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+from hashlib import blake2b
 from typing import Literal
 
 import msgspec
@@ -44,7 +49,26 @@ class _Event(msgspec.Struct, kw_only=True, gc=False):
 
     @property
     def hashes(self) -> list[WireHash]:
-        return self.seq_hashes or self.block_hashes or []
+        return [self.own(hash_) for hash_ in self.seq_hashes or self.block_hashes or []]
+
+    @property
+    def parent(self) -> WireHash | None:
+        parent = self.parent_block_hash if self.parent_hash is None else self.parent_hash
+        return parent if parent is None or normalise.block_hashes([parent])[0] == 0 else self.own(parent)
+
+    def own(self, hash_: WireHash) -> int:
+        """A hash that no block of another model, tenant, adapter or salt has."""
+        (value,) = normalise.block_hashes([hash_])
+        return value ^ _mark(
+            self.model_name or "", self.tenant_id or "", self.lora_name or "", self.additional_salt or ""
+        )
+
+
+@lru_cache(4096)
+def _mark(*scope: str) -> int:
+    if not any(scope):
+        return 0
+    return int.from_bytes(blake2b(msgspec.msgpack.encode(scope), digest_size=8).digest(), "little")
 
 
 _decoder = msgspec.msgpack.Decoder(_Event)
@@ -73,7 +97,7 @@ def _record(raw: _Event) -> EventRecord:
     tokens = read_tokens(raw.token_ids)
     return normalise.stored(
         hashes=raw.hashes,
-        parent=raw.parent_block_hash if raw.parent_hash is None else raw.parent_hash,
+        parent=raw.parent,
         tokens=tokens,
         # Without tokens it does not matter, and is often not known.
         block_size=raw.block_size or (0 if len(tokens.ids) else 1),

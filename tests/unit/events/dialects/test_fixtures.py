@@ -106,8 +106,13 @@ def test_one_stream_may_mix_them_all(seed: int) -> None:
     """Dialects are told by each event, not by its stream or its batch: engines are updated under a running index."""
     rng = random.Random(seed)
     for scenario in ("plain", "cleared", "tiers"):
-        sources = [fixture.payloads for fixture in FIXTURES.values() if fixture.scenario == scenario]
-        # Hashes are the same numbers in all of them: a removal written by one finds what another has stored.
+        # Hashes are the same numbers in all of them: a removal written by one finds what another has stored. Only a
+        # store of several owners says with each hash whose it is.
+        sources = [
+            fixture.payloads
+            for fixture in FIXTURES.values()
+            if fixture.scenario == scenario and fixture.dialect != "mooncake"
+        ]
         mixed = []
         for number, batch in enumerate(SCENARIOS[scenario]):
             chosen = [_events(rng.choice(sources)[number])[place] for place in range(len(batch))]

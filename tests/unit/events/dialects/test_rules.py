@@ -198,8 +198,46 @@ class TestMooncake:
         )
         record = batch.records[0]
         assert (record.tenant, record.model, record.salt, record.lora) == ("acme", "m", "s", None)
-        assert batch.records[1:] == [Removed(hashes=[5], tier=Tier.HOST), Cleared()]
+        assert isinstance(batch.records[1], Removed)
+        assert (batch.records[1].tier, batch.records[2]) == (Tier.HOST, Cleared())
         assert batch.dialects == {"mooncake": 3}
+
+    @pytest.mark.parametrize(
+        "owner", [{"tenant_id": "other"}, {"model_name": "n"}, {"lora_name": "sql"}, {"additional_salt": "s"}]
+    )
+    def test_equal_hashes_of_two_owners_are_two_blocks(self, owner: dict[str, Any]) -> None:
+        """They are of tokens alone: whoever has the same prompt has the same hashes."""
+        index, source = PrefixIndex(), Source("store")
+        index.add(source, model="m")
+
+        def tell(kind: str, tokens: list[int] | None, hash_: int, parent: int | None, **fields: Any) -> None:
+            event = self.event(kind, token_ids=tokens, block_size=2, medium="gpu", seq_hashes=[hash_], **fields)
+            index.apply(source, decode(event | {"parent_hash": parent}).records)
+
+        def found() -> list[int]:
+            scopes = [self.event("") | {"additional_salt": None, "lora_name": None} | of for of in ({}, owner)]
+            prompt = np.array([1, 2, 3, 4], np.int32)
+            return [
+                sum(
+                    match.device_tokens
+                    for match in index.match(
+                        prompt,
+                        model=of["model_name"],
+                        tenant=of["tenant_id"],
+                        lora=of["lora_name"],
+                        cache_salt=of["additional_salt"],
+                    )
+                )
+                for of in scopes
+            ]
+
+        tell("stored", [1, 2], 1, None)
+        tell("stored", [1, 2], 1, None, **owner)
+        assert found() == [2, 2]
+        tell("stored", [3, 4], 2, 1, **owner)
+        assert found() == [2, 4]
+        tell("removed", None, 1, None)
+        assert found() == [0, 4]
 
     def test_a_prompt_of_another_tenant_or_model_finds_nothing(self) -> None:
         index, source = PrefixIndex(), Source("store")
