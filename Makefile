@@ -36,11 +36,11 @@ NATIVE := $(shell find gpu_kernels -name '*.cpp' -o -name '*.cc' -o -name '*.c' 
 	-o -name '*.hpp' -o -name '*.cuh')
 INSTALLED_FROM := pyproject.toml constraints.txt hatch_build.py gpu_kernels/kvmesh/kernels/build.py $(NATIVE)
 
-.PHONY: help up down test soak-cache soak-modes soak-e2e fault-matrix cancel-storm deploy-test k8s-tools k8s-build k8s-images k8s-test reference lint bench peers clean venv check
+.PHONY: help up down test soak-cache soak-modes soak-e2e fault-matrix cancel-storm observability-test deploy-test k8s-tools k8s-build k8s-images k8s-test reference lint bench peers clean venv check
 
 help: ## Show this help
 	@echo "Targets:"
-	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
 	@echo "Variables:"
 	@echo "  PYTHON      interpreter for the environment, 3.11 or newer (now: $(or $(PYTHON),none found))"
 	@echo "  VENV        where the environment is (now: $(VENV))"
@@ -82,6 +82,9 @@ cancel-storm: $(DEV) ## Cancel 2000 streams in mid-transfer, four times, over DE
 soak-e2e: $(DEV) ## Run the end-to-end tests with all their cases
 	@KVMESH_SOAK=1 $(BIN)/python -m pytest tests/e2e $(ARGS)
 
+observability-test: $(DEV) ## Run a mesh under load, a real Prometheus and every query of the dashboards
+	@KVMESH_SOAK=1 $(BIN)/python -m pytest -v tests/e2e/test_observability.py $(ARGS)
+
 deploy-test: $(DEV) ## Build the images and run the mesh in containers; needs root or a Docker engine
 	@KVMESH_DEPLOY=1 $(BIN)/python -m pytest -s tests/deploy/test_*.py $(ARGS)
 
@@ -102,9 +105,10 @@ k8s-test: $(DEV) k8s-tools ## Install the chart on a real Kubernetes of this mac
 	@KVMESH_DEPLOY=1 KVMESH_K8S_TEST=1 KVMESH_K8S_BIN=$(K8S_BIN) KVMESH_IMAGES=$(K8S_IMAGES) \
 		unshare --net $(BIN)/python -m pytest -v tests/deploy/k8s $(ARGS)
 
-reference: $(DEV) ## Write anew what is made from other files: docs/configuration.md, schema and copies of the chart
+reference: $(DEV) ## Write anew what is made from other files: docs/configuration.md, dashboards, the chart's schema and copies
 	@$(BIN)/python -m kvmesh.config.reference >docs/configuration.md
 	@$(BIN)/python k8s/tools/values_schema.py >k8s/chart/values.schema.json
+	@$(BIN)/python compose/observability/dashboards.py
 	@$(BIN)/python k8s/tools/copy_observability.py
 
 lint: $(DEV) ## Check style and types

@@ -9,6 +9,8 @@ import openai
 import pytest
 from meshes.by_hand import Mesh
 from meshes.process import request
+from observability_files import metric_names, panel_queries, rule_queries
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from kvmesh.models.store import DEFAULT_MODEL
 
@@ -222,6 +224,29 @@ def test_bad_json(mesh: Mesh) -> None:
         assert status == 400
         error = json.loads(body)["error"]
         assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_metrics_of_dashboards_and_alerts_exist(mesh: Mesh) -> None:
+    """Every page is strict OpenMetrics, and together they have what panels and rules ask for."""
+    exposed: set[str] = set()
+    for process in mesh.processes.values():
+        page = request(f"{process.url}/metrics", headers={"Accept": "application/openmetrics-text"})[1].decode()
+        for family in text_string_to_metric_families(page):  # type: ignore[no-untyped-call]
+            # With those of a histogram that has not been observed, or a label that has not come up, yet.
+            exposed |= (
+                {f"{family.name}_{end}" for end in ("bucket", "count", "sum")} if family.type == "histogram" else set()
+            )
+            exposed |= {f"{family.name}_total"} if family.type == "counter" else {family.name}
+    queries = [query for _, query in panel_queries()] + rule_queries()
+    missing = set().union(*map(metric_names, queries)) - exposed
+    # Of coordinators with etcd, of TLS, and of an indexer that writes snapshots.
+    assert missing <= {
+        "kvmesh_coordinator_leading",
+        "kvmesh_coordinator_etcd_connected",
+        "kvmesh_indexer_snapshot_failures_total",
+        "kvmesh_tls_certificate_not_after_seconds",
+        "kvmesh_tls_reload_failures_total",
+    }
 
 
 async def test_mesh_is_left_whole(client: Client, mesh: Mesh) -> None:
