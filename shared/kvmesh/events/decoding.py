@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from kvmesh.events.dialects import RejectedError, decode_event, normalise, positional, tagged_map
-from kvmesh.events.keyed import KeyRing
+from kvmesh.events.keyed import KeyRingPart
 from kvmesh.events.records import EventRecord, RecordBatch, Removed, Stored
 from kvmesh.kernels import _native
 
@@ -49,7 +49,7 @@ _array_decoder = msgspec.msgpack.Decoder(_ArrayEnvelope)
 _map_decoder = msgspec.msgpack.Decoder(_MapEnvelope)
 
 
-def decode_batch(payload: bytes, keys: KeyRing | None = None) -> RecordBatch:
+def decode_batch(payload: bytes, keys: KeyRingPart | None = None) -> RecordBatch:
     """Decode ``[ts, events]``, ``[ts, events, rank]`` or a map of these.
 
     Events that cannot be used are counted in ``rejected`` and left out.
@@ -75,7 +75,7 @@ def decode_batch(payload: bytes, keys: KeyRing | None = None) -> RecordBatch:
     return _collect(ts, rank, items, dialects, keys)
 
 
-def decode_by_dialects(payload: bytes, keys: KeyRing | None = None) -> RecordBatch:
+def decode_by_dialects(payload: bytes, keys: KeyRingPart | None = None) -> RecordBatch:
     """As :func:`decode_batch`, every event by the module of its dialect: what the native reader must agree with.
 
     Raises:
@@ -86,12 +86,13 @@ def decode_by_dialects(payload: bytes, keys: KeyRing | None = None) -> RecordBat
 
 
 def _collect(
-    ts: float, rank: int | None, items: list[Any], dialects: dict[str, int], keys: KeyRing | None
+    ts: float, rank: int | None, items: list[Any], dialects: dict[str, int], keys: KeyRingPart | None
 ) -> RecordBatch:
     """Records of items that are records already, or an event's bytes."""
     records: list[EventRecord] = []
     rejected: dict[str, int] = {}
     samples: dict[str, bytes] = {}
+    keyed_tokens = 0
     for item in items:
         if isinstance(item, EventRecord):
             records.append(item)
@@ -99,9 +100,15 @@ def _collect(
         view = memoryview(item)
         try:
             dialect, record = decode_event(view, keys)
-        except RejectedError as error:
-            rejected[error.reason] = rejected.get(error.reason, 0) + 1
-            samples.setdefault(error.reason, bytes(view[:SAMPLE_BYTES]))
+            if dialect == tagged_map.KEYED_NAME and keys is not None and isinstance(record, Stored):
+                keyed_tokens += len(record.token_ids)
+                if keyed_tokens > keys.max_tokens:
+                    raise RejectedError("keyed_too_long")
+        except Exception as error:
+            # The border of error isolation: whatever one event makes go wrong costs that event.
+            reason = error.reason if isinstance(error, RejectedError) else "failed"
+            rejected[reason] = rejected.get(reason, 0) + 1
+            samples.setdefault(reason, bytes(view[:SAMPLE_BYTES]))
             continue
         dialects[dialect] = dialects.get(dialect, 0) + 1
         if record is not None:

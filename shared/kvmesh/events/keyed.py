@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import secrets
 import stat
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -25,9 +26,12 @@ from kvmesh.hashing import ReuseScope, TokenIds, v2_block_keys, v2_root
 
 __all__ = [
     "KEYED_SALT_PREFIX",
+    "MAX_KEYED_BLOCK",
+    "MAX_UNSURE_TOKENS",
     "MIN_KEYED_BLOCK",
     "NAME_BYTES",
     "KeyRing",
+    "KeyRingPart",
     "StreamKey",
     "disguised",
     "generate_key",
@@ -41,6 +45,17 @@ ID_BYTES = 8
 
 MIN_KEYED_BLOCK = 2
 """Tokens per block that a name of 8 bytes fits into, 4 bytes each."""
+
+MAX_KEYED_BLOCK = 4096
+"""Tokens per block that are believed. A name of 8 bytes stands for this many, so an event of some bytes could ask its
+reader for any amount of memory."""
+
+MAX_TOKENS, MAX_UNSURE_TOKENS = 1 << 28, 1 << 24
+"""That the names of one batch are written out to, of a publisher whose block size is known, and of another. The whole
+state of a large worker may come as one batch."""
+
+SIZES_TOLD = 2
+"""Block sizes that one publisher's events can make prompts be looked up in: one, and another after a restart."""
 
 KEYED_SALT_PREFIX = "\0keyed:"
 
@@ -85,6 +100,8 @@ class StreamKey:
 class KeyRing:
     """Every key that may be read with; the first is published with.
 
+    Keys are no secret of one publisher and its block sizes are only its word, so each has a :meth:`part` of its own.
+
     Args:
         keys: at least one, no two equal.
     """
@@ -92,7 +109,7 @@ class KeyRing:
     def __init__(self, keys: Sequence[StreamKey]) -> None:
         self.first = keys[0]
         self._keys = {key.key_id: key for key in keys}
-        self._block_sizes: set[int] = set()
+        self._block_sizes: Counter[int] = Counter()
 
     @classmethod
     def load(cls, path: str | Path | None, setting: str) -> KeyRing | None:
@@ -136,10 +153,67 @@ class KeyRing:
         """Of keyed blocks that may be in the index: prompts are disguised for each."""
         return frozenset(self._block_sizes)
 
+    def part(self, block_size: int = 0) -> KeyRingPart:
+        """The same keys for one publisher's events; :meth:`KeyRingPart.close` it when the publisher is gone.
+
+        Args:
+            block_size: tokens per block that it is known to have, 0: its events say.
+        """
+        return KeyRingPart(self, block_size)
+
     def expect(self, block_size: int) -> None:
-        """Blocks of this many tokens have come, or may."""
-        if block_size >= MIN_KEYED_BLOCK:
-            self._block_sizes.add(block_size)
+        """Someone may have keyed blocks of this many tokens."""
+        self._block_sizes[block_size] += 1
+
+    def expect_no_more(self, block_size: int) -> None:
+        """Takes one :meth:`expect` back."""
+        self._block_sizes[block_size] -= 1
+        self._block_sizes += Counter()  # without those at zero
+
+
+class KeyRingPart:
+    """What one publisher's keyed events are read with. See :meth:`KeyRing.part`."""
+
+    def __init__(self, ring: KeyRing, block_size: int) -> None:
+        self._ring = ring
+        self._known = block_size
+        self.max_tokens = MAX_TOKENS if block_size else MAX_UNSURE_TOKENS
+        """To which the names of one batch may be written out."""
+        self._told: list[int] = []
+        self._closed = False
+        if believable(block_size):
+            # An index that was restored may hold blocks of a publisher whose events are yet to come.
+            self._expect(block_size)
+
+    def __contains__(self, key_id: str) -> bool:
+        return key_id in self._ring
+
+    def admits(self, block_size: int) -> bool:
+        """Whether blocks of this many tokens can be the publisher's; prompts are looked up in them from now on."""
+        if not believable(block_size) or self._known not in (0, block_size):
+            return False
+        if block_size not in self._told:
+            self._expect(block_size)
+        return True
+
+    def close(self) -> None:
+        """The publisher's blocks are gone. Idempotent."""
+        self._closed = True
+        while self._told:
+            self._ring.expect_no_more(self._told.pop())
+
+    def _expect(self, block_size: int) -> None:
+        if self._closed:
+            return
+        self._told.append(block_size)
+        self._ring.expect(block_size)
+        if len(self._told) > SIZES_TOLD:
+            self._ring.expect_no_more(self._told.pop(0))
+
+
+def believable(block_size: int) -> bool:
+    """Whether keyed blocks can have this many tokens."""
+    return MIN_KEYED_BLOCK <= block_size <= MAX_KEYED_BLOCK
 
 
 def keyed_salt(key_id: str) -> str:
@@ -147,7 +221,7 @@ def keyed_salt(key_id: str) -> str:
     return KEYED_SALT_PREFIX + key_id
 
 
-def is_readable(salt: str | None, keys: KeyRing | None) -> bool:
+def is_readable(salt: str | None, keys: KeyRing | KeyRingPart | None) -> bool:
     """Whether what is told under a salt can be read: it is not keyed, or its key is known."""
     if salt is None or not salt.startswith(KEYED_SALT_PREFIX):
         return True

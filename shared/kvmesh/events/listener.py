@@ -19,7 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvmesh.events.decoding import BatchError, rank_of
 from kvmesh.events.items import Deliver
-from kvmesh.events.keyed import KeyRing
+from kvmesh.events.keyed import KeyRingPart
 from kvmesh.events.ordered import OrderedStream
 from kvmesh.events.polling import readable, receive
 from kvmesh.events.replay import REPLAY_SILENCE_S, KeptBatch
@@ -56,6 +56,8 @@ class Admission(NamedTuple):
     deliver: Deliver
     replay_endpoint: str | None = None
     resume_from: Watermark | None = None
+    keys: KeyRingPart | None = None
+    """By which its keyed events may be read."""
 
 
 Admit = Callable[[StreamName], Admission | None]
@@ -73,7 +75,6 @@ class EventListener:
         clock: of cooldowns and confirmations.
         replay_silence_s: longest pause between two answers of a replay.
         security: keys; publishers must then know this side's.
-        keys: by which keyed events may be read.
     """
 
     def __init__(
@@ -86,7 +87,6 @@ class EventListener:
         clock: Clock | None = None,
         replay_silence_s: float = REPLAY_SILENCE_S,
         security: CurveSecurity | None = None,
-        keys: KeyRing | None = None,
     ) -> None:
         self.bound_endpoint = ""
         """Where publishers connect to, once :meth:`run` has bound it."""
@@ -101,7 +101,6 @@ class EventListener:
         self._clock = clock or SystemClock()
         self._replay_silence_s = replay_silence_s
         self._security = security
-        self._keys = keys
         self._followed: dict[StreamName, _Followed] = {}
         self._connections: dict[int, set[StreamName]] = {}
         """Who was heard on each connection that stands."""
@@ -206,7 +205,7 @@ class EventListener:
             replay_silence_s=self._replay_silence_s,
             resume_from=admission.resume_from,
             security=self._security,
-            keys=self._keys,
+            keys=admission.keys,
         )
         ordered.deliver = admission.deliver
         followed = self._followed[name] = _Followed(ordered)

@@ -14,7 +14,7 @@ import zmq
 
 from kvmesh.events.decoding import BatchError, decode_batch
 from kvmesh.events.items import Batch, Connected, Deliver, Disconnected, Reset, SubscriberStatistics
-from kvmesh.events.keyed import KeyRing
+from kvmesh.events.keyed import KeyRingPart
 from kvmesh.events.quarantine import Quarantine
 from kvmesh.events.records import RecordBatch
 from kvmesh.events.replay import REPLAY_SILENCE_S, KeptBatch, ReplayFailedError, ReplayRequest
@@ -62,7 +62,7 @@ class OrderedStream:
         replay_silence_s: float = REPLAY_SILENCE_S,
         resume_from: Watermark | None = None,
         security: CurveSecurity | None = None,
-        keys: KeyRing | None = None,
+        keys: KeyRingPart | None = None,
         with_state: bool = False,
     ) -> None:
         self.deliver: Deliver = _ignore

@@ -11,7 +11,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvmesh.events.items import Batch, Connected, Deliver, Disconnected, Reset, SubscriberStatistics
-from kvmesh.events.keyed import KeyRing
+from kvmesh.events.keyed import KeyRingPart
 from kvmesh.events.ordered import OrderedStream
 from kvmesh.events.polling import readable, receive
 from kvmesh.events.replay import REPLAY_SILENCE_S, KeptBatch
@@ -75,7 +75,7 @@ class EventSubscriber:
         replay_silence_s: float = REPLAY_SILENCE_S,
         resume_from: Watermark | None = None,
         security: CurveSecurity | None = None,
-        keys: KeyRing | None = None,
+        keys: KeyRingPart | None = None,
         with_state: bool = False,
     ) -> None:
         self.endpoint = endpoint

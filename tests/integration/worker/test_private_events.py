@@ -68,7 +68,7 @@ async def test_the_index_answers_and_agrees_with_the_workers_digests(
         index.add(WORKER, model="m", single_group=info["events_single_group"])
         with zmq.Context() as context:
             subscriber = EventSubscriber(
-                info["events_endpoint"], info["replay_endpoint"], context=context, security=security, keys=keys
+                info["events_endpoint"], info["replay_endpoint"], context=context, security=security, keys=keys.part()
             )
             poller = DigestPoller(
                 context, info["replay_endpoint"], digests.append, interval_s=0.05, answer_s=5.0, security=security

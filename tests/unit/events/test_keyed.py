@@ -19,7 +19,16 @@ from kvmesh.events.decoding import decode_batch
 from kvmesh.events.digests import DigestKey, digest_of
 from kvmesh.events.encoding import EventEncoding, encode_batch
 from kvmesh.events.index import PrefixIndex, Source
-from kvmesh.events.keyed import KeyRing, StreamKey, disguised, generate_key, is_readable, keyed_salt
+from kvmesh.events.keyed import (
+    MAX_KEYED_BLOCK,
+    MAX_UNSURE_TOKENS,
+    KeyRing,
+    StreamKey,
+    disguised,
+    generate_key,
+    is_readable,
+    keyed_salt,
+)
 from kvmesh.events.keyed_lookup import KeyedLookup, lookup_of
 from kvmesh.events.live import LiveBlocks
 from kvmesh.events.published import PublishedSet
@@ -109,11 +118,11 @@ def test_who_has_no_key_says_so_and_reads_the_rest() -> None:
     keys = tell(sink, TOKENS.tolist())
     sink.on_removed(0, keys[-1:], 0)
     payload = encoded(sink.take())
-    for ring in (None, KeyRing([StreamKey(bytes(32))])):
+    for ring in (None, KeyRing([StreamKey(bytes(32))]).part()):
         batch = decode_batch(payload, ring)
         assert batch.rejected == {"keyed_without_its_key": 1}
         assert batch.dialects == {"map": 1}, "a removal of something unknown, which means nothing"
-    read = decode_batch(payload, KeyRing([KEY]))
+    read = decode_batch(payload, KeyRing([KEY]).part())
     assert read.rejected == {}
     assert read.dialects == {"keyed": 1, "map": 1}
 
@@ -121,7 +130,7 @@ def test_who_has_no_key_says_so_and_reads_the_rest() -> None:
 def test_a_record_holds_the_names_as_tokens() -> None:
     sink = StreamSink(SIZE, key=KEY)
     keys = tell(sink, TOKENS.tolist())
-    [record] = decode_batch(encoded(sink.take()), KeyRing([KEY])).records
+    [record] = decode_batch(encoded(sink.take()), KeyRing([KEY]).part()).records
     assert isinstance(record, Stored)
     assert record.token_ids.tolist() == KEY.disguise(TOKENS, SIZE, ReuseScope()).tolist()
     assert record.salt == keyed_salt(KEY.key_id)
@@ -131,10 +140,49 @@ def test_a_record_holds_the_names_as_tokens() -> None:
     assert names == KEY.names(keys).tolist()
 
 
-def test_a_block_too_small_for_a_name_is_refused() -> None:
-    event = {"type": "KeyedBlocksStored", "key_id": KEY.key_id, "block_hashes": [1], "block_size": 1}
-    batch = decode_batch(msgspec.msgpack.encode([0.0, [event], 0]), KeyRing([KEY]))
-    assert batch.rejected == {"no_blocks": 1}
+def named(block_size: int, num_blocks: int = 1) -> dict[str, Any]:
+    hashes = list(range(1, num_blocks + 1))
+    return {"type": "KeyedBlocksStored", "key_id": KEY.key_id, "block_hashes": hashes, "block_size": block_size}
+
+
+@pytest.mark.parametrize("block_size", [0, 1, MAX_KEYED_BLOCK + 1, 2**30, 2**40, 2**63])
+def test_a_block_size_that_cannot_be_is_refused(block_size: int) -> None:
+    """Names of 8 bytes are written out to whole blocks: whoever knows a key's id could ask for any amount of memory."""
+    ring = KeyRing([KEY])
+    batch = decode_batch(msgspec.msgpack.encode([0.0, [named(block_size), named(SIZE)], 0]), ring.part())
+    assert batch.rejected == {"keyed_block_size": 1}
+    assert len(batch.records) == 1
+    assert ring.block_sizes == {SIZE}
+
+
+def test_a_batch_writes_out_a_bounded_number_of_tokens() -> None:
+    event = named(MAX_KEYED_BLOCK, MAX_UNSURE_TOKENS // MAX_KEYED_BLOCK // 2)
+    batch = decode_batch(msgspec.msgpack.encode([0.0, [event] * 3, 0]), KeyRing([KEY]).part())
+    assert (len(batch.records), batch.rejected) == (2, {"keyed_too_long": 1})
+    event = named(MAX_KEYED_BLOCK, MAX_UNSURE_TOKENS // MAX_KEYED_BLOCK + 1)
+    assert decode_batch(msgspec.msgpack.encode([0.0, [event], 0]), KeyRing([KEY]).part()).rejected == {
+        "keyed_too_long": 1
+    }
+
+
+def test_a_publisher_has_its_block_size_alone() -> None:
+    """Prompts are looked up in each size that is told: no publisher may add sizes without a bound, or for good."""
+    ring = KeyRing([KEY])
+    registered, unknown = ring.part(SIZE), ring.part()
+    payload = msgspec.msgpack.encode([0.0, [named(size) for size in range(2, 1000)], 0])
+    assert decode_batch(payload, registered).rejected == {"keyed_block_size": 997}
+    assert ring.block_sizes == {SIZE}
+    assert decode_batch(payload, unknown).rejected == {}
+    assert ring.block_sizes == {SIZE, 998, 999}, "of one that nobody knows the size of: its newest ones"
+    other = ring.part(999)
+    unknown.close()
+    unknown.close()
+    assert not unknown.admits(1)
+    assert unknown.admits(500)
+    assert ring.block_sizes == {SIZE, 999}
+    other.close()
+    registered.close()
+    assert ring.block_sizes == frozenset()
 
 
 def test_signed_names() -> None:
@@ -145,7 +193,7 @@ def test_signed_names() -> None:
     names = KEY.names(keys)
     assert event.block_hashes == names.view(np.int64).tolist()  # type: ignore[union-attr]
     assert min(event.block_hashes) < 0  # type: ignore[union-attr]
-    [record] = decode_batch(encoded([event]), KeyRing([KEY])).records
+    [record] = decode_batch(encoded([event]), KeyRing([KEY]).part()).records
     assert record.token_ids.tolist() == disguised(names, SIZE).tolist()  # type: ignore[union-attr]
 
 
@@ -199,7 +247,7 @@ def test_answers_are_those_of_a_plain_stream(
                 held[keys[-1]] = 1
             if leaves and new and new[-1] == len(keys) - 1:
                 sink.on_removed(0, keys[-1:], held.pop(keys[-1]))
-            batch = decode_batch(encoded(sink.take()), ring)
+            batch = decode_batch(encoded(sink.take()), ring.part())
             assert not batch.rejected
             index.apply(Source("w"), batch.records)
         lora, salt = scope
@@ -217,7 +265,7 @@ def test_a_mixed_fleet_is_answered_in_one() -> None:
         index.add(Source(name), model="m")
         sink = StreamSink(SIZE, key=key)
         tell(sink, TOKENS.tolist())
-        index.apply(Source(name), decode_batch(encoded(sink.take()), ring).records)
+        index.apply(Source(name), decode_batch(encoded(sink.take()), ring.part()).records)
     found = KeyedLookup(index, ring).match(TOKENS, model="m")
     assert {match.instance_id: match.device_tokens for match in found} == {"plain": 12, "old": 12, "new": 12}
     assert len(KeyedLookup(index, KeyRing([new])).match(TOKENS, model="m")) == 1, "sizes of a ring are learnt"
@@ -234,7 +282,7 @@ def test_of_two_answers_about_a_worker_the_longer_counts() -> None:
     tell(plain, TOKENS.tolist()[:4])
     tell(keyed, TOKENS.tolist()[:8])
     for sink in (plain, keyed):
-        index.apply(Source("w"), decode_batch(encoded(sink.take()), ring).records)
+        index.apply(Source("w"), decode_batch(encoded(sink.take()), ring.part()).records)
     [match] = KeyedLookup(index, ring).match(TOKENS, model="m")
     assert match.device_tokens == 8
 
@@ -245,7 +293,7 @@ def test_no_request_can_have_the_salt_of_keyed_blocks() -> None:
     index.add(Source("w"), model="m")
     sink = StreamSink(SIZE, key=KEY)
     tell(sink, TOKENS.tolist())
-    index.apply(Source("w"), decode_batch(encoded(sink.take()), ring).records)
+    index.apply(Source("w"), decode_batch(encoded(sink.take()), ring.part()).records)
     assert KeyedLookup(index, ring).match(TOKENS, model="m", cache_salt=KEY.salt) == []
 
 
@@ -296,7 +344,7 @@ def test_moves_and_the_whole_state_are_keyed_too() -> None:
     ]
     index = PrefixIndex()
     index.add(Source("w"), model="m")
-    batch = decode_batch(encoded(list(live.events())), KeyRing([KEY]))
+    batch = decode_batch(encoded(list(live.events())), KeyRing([KEY]).part())
     assert not batch.rejected
     index.apply(Source("w"), batch.records)
     ring = KeyRing([KEY])

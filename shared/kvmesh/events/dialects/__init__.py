@@ -12,7 +12,7 @@ import msgspec
 
 from kvmesh.events.dialects import mooncake, positional, tagged_map
 from kvmesh.events.dialects.base import DecodedEvent, RejectedError
-from kvmesh.events.keyed import KeyRing
+from kvmesh.events.keyed import KeyRingPart
 
 __all__ = ["DIALECTS", "DecodedEvent", "RejectedError", "decode_event"]
 
@@ -20,7 +20,7 @@ DIALECTS = (tagged_map.NAME, tagged_map.KEYED_NAME, positional.NAME, positional.
 """Every name that is counted."""
 
 
-def decode_event(event: memoryview, keys: KeyRing | None = None) -> DecodedEvent:
+def decode_event(event: memoryview, keys: KeyRingPart | None = None) -> DecodedEvent:
     """One event of a batch, whatever it is written in.
 
     Args:

@@ -15,7 +15,7 @@ from kvmesh.events.dialects.base import DecodedEvent, RejectedError
 from kvmesh.events.dialects.identity import BlockContent
 from kvmesh.events.dialects.normalise import WireHash
 from kvmesh.events.dialects.tokens import WireTokens, read_tokens, with_lookahead
-from kvmesh.events.keyed import MIN_KEYED_BLOCK, KeyRing, disguised, keyed_salt
+from kvmesh.events.keyed import KeyRingPart, disguised, keyed_salt
 from kvmesh.events.records import Cleared, EventRecord, Stored
 
 __all__ = ["KEYED_NAME", "NAME", "decode"]
@@ -71,7 +71,7 @@ _Event = _Stored | _Keyed | _Removed | _Cleared | _Ignored
 _decoder: msgspec.msgpack.Decoder[_Event] = msgspec.msgpack.Decoder(_Event)
 
 
-def decode(event: memoryview, keys: KeyRing | None = None) -> DecodedEvent:
+def decode(event: memoryview, keys: KeyRingPart | None = None) -> DecodedEvent:
     """One event.
 
     Args:
@@ -88,12 +88,13 @@ def decode(event: memoryview, keys: KeyRing | None = None) -> DecodedEvent:
     return DecodedEvent(NAME, _record(raw))
 
 
-def _keyed(raw: _Keyed, keys: KeyRing | None) -> Stored:
+def _keyed(raw: _Keyed, keys: KeyRingPart | None) -> Stored:
     if keys is None or raw.key_id not in keys:
         raise RejectedError("keyed_without_its_key")
-    if raw.block_size < MIN_KEYED_BLOCK:
-        raise RejectedError("no_blocks")
-    keys.expect(raw.block_size)
+    if not keys.admits(raw.block_size):
+        raise RejectedError("keyed_block_size")
+    if len(raw.block_hashes) * raw.block_size > keys.max_tokens:
+        raise RejectedError("keyed_too_long")
     names = np.array(normalise.block_hashes(raw.block_hashes), np.uint64)
     return normalise.stored(
         hashes=raw.block_hashes,

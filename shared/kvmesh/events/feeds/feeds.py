@@ -23,6 +23,7 @@ from kvmesh.events.listener import Admission, EventListener, StreamName
 from kvmesh.events.records import LoraKey
 from kvmesh.events.watermark import Watermark
 from kvmesh.hashing import TokenIds
+from kvmesh.net.address import BindError
 from kvmesh.net.clock import Clock, SystemClock
 from kvmesh.net.curve import CurveSecurity
 from kvmesh.protocol.members import Member, MemberEvent
@@ -105,7 +106,7 @@ class Feeds:
         self._unwanted: set[StreamName] = set()
         """Who was unregistered, and may go on sending."""
         if listen_endpoint is not None:
-            self._listener = EventListener(listen_endpoint, self._admit, context=context, keys=keys)
+            self._listener = EventListener(listen_endpoint, self._admit, context=context)
             tasks.start_soon(self._listen, self._listener)
         self._running: dict[Source, _Running] = {}
         self._restored: dict[Source, SavedFeed] = {}
@@ -166,9 +167,6 @@ class Feeds:
                 anti_entropy_interval_s=self._anti_entropy_interval_s,
                 resume_from=resume_from,
             )
-            if self._keys is not None:
-                # An index that was restored holds blocks of workers whose events are yet to come.
-                self._keys.expect(feed.block_size)
         running = self._running[feed.source] = _Running(feed, following, by_hand=by_hand)
         if following is not None:
             self._tasks.start_soon(self._run, following, running.scope)
@@ -323,8 +321,7 @@ class Feeds:
         try:
             await listener.run()
         except zmq.ZMQError as error:
-            reason = f"cannot bind listen_endpoint {self._listen_endpoint}: {error.strerror}"
-            raise OSError(error.errno, reason) from error
+            raise BindError("listen_endpoint", self._listen_endpoint, error.errno or 0) from error
 
     def _admit(self, name: StreamName) -> Admission | None:
         """How a publisher that connects is followed: as registered, or else as its topic says who it is."""

@@ -83,7 +83,7 @@ class Following:
         self._clock = clock
         self._gate = gate
         self._tidy = tidy
-        self._keys = keys
+        self._keys = None if keys is None else keys.part(feed.block_size)
         self._observer = observer
         self.disconnected_at_s = clock.monotonic_s()
         self._resume_from = resume_from
@@ -97,7 +97,7 @@ class Following:
                 feed.replay_endpoint,
                 context=context,
                 security=security,
-                keys=keys,
+                keys=self._keys,
                 resume_from=resume_from,
                 with_state=feed.in_mesh,
             )
@@ -142,7 +142,7 @@ class Following:
     def admission(self) -> Admission:
         """How the listener follows it."""
         resume_from, self._resume_from = self._resume_from, None
-        return Admission(self._take, self.feed.replay_endpoint, resume_from)
+        return Admission(self._take, self.feed.replay_endpoint, resume_from, self._keys)
 
     def _take(self, item: Item) -> None:
         if self._gate.closed:
@@ -179,6 +179,8 @@ class Following:
     def end(self) -> None:
         """What still waits at the gate is of no interest any more."""
         self._ended = True
+        if self._keys is not None:
+            self._keys.close()
 
     def _told(self, answer: DigestAnswer) -> None:
         if self.stream.connected and not self._gate.closed:
