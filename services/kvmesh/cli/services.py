@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from kvmesh.cli.serving_file import Serving, write_serving
 from kvmesh.config import ConfigError, CoordinatorSettings, IndexerSettings, RouterSettings, WorkerSettings
 from kvmesh.config.errors import sentence_of
 from kvmesh.models.errors import ModelError
+from kvmesh.net.address import BindError
 
 __all__ = ["add_arguments", "run"]
 
@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
     serve = module.run_worker if args.command == "worker" else module.run
     try:
         serve(settings, on_ready=lambda url: write_serving(_serving(url, settings)))
-    except (ConfigError, ModelError, OSError, ExceptionGroup) as error:
-        sentence = _sentence(error, getattr(settings, "port", 0))
+    except (ConfigError, ModelError, BindError, ExceptionGroup) as error:
+        sentence = _sentence(error)
         if sentence is None:
             raise
         raise UserError(sentence) from error
@@ -63,14 +63,15 @@ def _serving(url: str, settings: Any) -> Serving:
     return Serving(url, settings.tls.ca_file, settings.tls.cert_file, settings.tls.key_file)
 
 
-def _sentence(error: Exception, port: int) -> str | None:
+def _sentence(error: Exception) -> str | None:
     """What a person should do about an error that stopped a service from starting; None for our own mistakes."""
     if isinstance(error, ExceptionGroup):
-        return next((text for part in error.exceptions if (text := _sentence(part, port))), None)
+        return next((text for part in error.exceptions if (text := _sentence(part))), None)
     if isinstance(error, ConfigError):
         return sentence_of(error)
     if isinstance(error, ModelError):
         return str(error)
-    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-        return f"port {port} is taken; choose another with --port (0: any free one)"
+    if isinstance(error, BindError):
+        flag = "--" + error.setting.replace("_", "-")
+        return f"{error} with {flag}" + (" (0: any free one)" if error.setting == "port" else "")
     return None

@@ -84,7 +84,7 @@ class IndexerService(Service):
         """Bind the match socket, follow the membership, and join it.
 
         Raises:
-            OSError: the match endpoint is taken.
+            BindError: an endpoint that it binds is taken.
         """
         feeds = self._feeds = await tasks.start(self._work)
         if self._settings.coordinator_url is None:

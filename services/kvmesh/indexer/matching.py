@@ -13,7 +13,7 @@ from kvmesh.events.keyed import KeyRing
 from kvmesh.events.keyed_lookup import lookup_of
 from kvmesh.events.polling import readable, receive
 from kvmesh.hashing import TokenIds, as_token_ids
-from kvmesh.net.address import reachable_endpoint
+from kvmesh.net.address import BindError, reachable_endpoint
 from kvmesh.net.curve import CurveSecurity
 from kvmesh.protocol.match import ROUTED, MatchReply, MatchRequest, Routed
 from kvmesh.telemetry import get_logger
@@ -72,7 +72,7 @@ class MatchServer:
         """Bind the socket.
 
         Raises:
-            OSError: the endpoint is taken.
+            BindError: the endpoint is taken.
         """
         socket = context.socket(zmq.ROUTER)
         socket.linger = 0
@@ -82,7 +82,7 @@ class MatchServer:
             socket.bind(self._bind)
         except zmq.ZMQError as error:
             socket.close()
-            raise OSError(error.errno, f"cannot bind the match service to {self._bind}: {error.strerror}") from error
+            raise BindError("match_endpoint", self._bind, error.errno or 0) from error
         self.endpoint = reachable_endpoint(self._bind, str(socket.get_string(zmq.LAST_ENDPOINT)))
         self._socket = socket
 

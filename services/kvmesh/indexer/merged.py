@@ -14,7 +14,7 @@ from kvmesh.events.feeds import Feed
 from kvmesh.events.polling import readable, receive
 from kvmesh.events.records import Cleared, EventRecord, Removed, Stored
 from kvmesh.events.subscriber import Batch
-from kvmesh.net.address import reachable_endpoint
+from kvmesh.net.address import BindError, reachable_endpoint
 from kvmesh.net.curve import CurveSecurity
 from kvmesh.protocol.events import AllBlocksCleared, BlockRemoved
 from kvmesh.protocol.mesh_events import TIER_MEDIA, MeshBatch, MeshEvent, MeshOrigin, MeshStored, mesh_topic
@@ -73,19 +73,19 @@ class MergedStream:
         """Bind both sockets.
 
         Raises:
-            OSError: an endpoint is taken; :meth:`close` frees the other.
+            BindError: an endpoint is taken; :meth:`close` frees the other.
         """
         stream = self._stream = context.socket(zmq.PUB)
         stream.linger = 0
         stream.set_hwm(QUEUE)
-        self.endpoint = self._bound(stream, self._bind)
+        self.endpoint = self._bound(stream, self._bind, "publish_endpoint")
         if self._bind_replay is not None:
             replay = self._replay = context.socket(zmq.ROUTER)
             replay.linger = 0
             replay.sndhwm = QUEUE
             # Without it the rest of a replay would be thrown away and its end still promised.
             replay.router_mandatory = True
-            self.replay_endpoint = self._bound(replay, self._bind_replay)
+            self.replay_endpoint = self._bound(replay, self._bind_replay, "publish_replay_endpoint")
 
     async def serve(self) -> None:
         """Answer replay requests until cancelled."""
@@ -155,13 +155,13 @@ class MergedStream:
         while self._kept_bytes > self._buffer_bytes:
             self._kept_bytes -= len(self._kept.popleft().payload)
 
-    def _bound(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
+    def _bound(self, socket: zmq.Socket[bytes], endpoint: str, setting: str) -> str:
         if self._security is not None:
             self._security.apply_server(socket)
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
-            raise OSError(error.errno, f"cannot bind the merged stream to {endpoint}: {error.strerror}") from error
+            raise BindError(setting, endpoint, error.errno or 0) from error
         return reachable_endpoint(endpoint, str(socket.get_string(zmq.LAST_ENDPOINT)))
 
     async def _answer(self, socket: zmq.Socket[bytes], client: bytes, first: int) -> None:

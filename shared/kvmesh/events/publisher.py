@@ -20,7 +20,7 @@ from kvmesh.events.arrears import Arrears
 from kvmesh.events.encoding import END_SEQUENCE, EventEncoding
 from kvmesh.events.published import PublishedSet
 from kvmesh.events.sender import SHUTDOWN_S, BatchSender, PublisherStatistics, QueuedBatch, SenderSockets
-from kvmesh.net.address import reachable_endpoint
+from kvmesh.net.address import BindError, reachable_endpoint
 from kvmesh.net.curve import CurveSecurity
 from kvmesh.net.zap import ZapServer
 from kvmesh.protocol.events import EventBatch, KvEvent
@@ -218,7 +218,7 @@ class ZmqPublisher:
             opened.append(stream)
             stream.set_hwm(self._hwm)
             stream.linger = 0
-            self.endpoint = self._bind_socket(stream, self._bind)
+            self.endpoint = self._bind_socket(stream, self._bind, "endpoint")
             if not self.topic and self._topic_model is not None:
                 self.topic = f"kv@{self.endpoint.partition('://')[2]}@{self._topic_model}"
             replay = None
@@ -230,7 +230,7 @@ class ZmqPublisher:
                 # without ROUTER_MANDATORY the rest would be thrown away and its end still promised.
                 replay.sndhwm = self._buffer_steps + 2
                 replay.router_mandatory = True
-                self.replay_endpoint = self._bind_socket(replay, self._bind_replay)
+                self.replay_endpoint = self._bind_socket(replay, self._bind_replay, "replay_endpoint")
         except (OSError, zmq.ZMQError) as error:
             for each in opened:
                 each.close()
@@ -239,9 +239,13 @@ class ZmqPublisher:
             raise OSError(f"cannot publish KV events: {error}") from error
         return SenderSockets(context, stream, replay, zap, shares)
 
-    def _bind_socket(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
+    def _bind_socket(self, socket: zmq.Socket[bytes], endpoint: str, setting: str) -> str:
         """Bind, and give the endpoint that others connect to."""
         if self._security is not None:
             self._security.apply_server(socket)
-        socket.bind(endpoint)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            # With the rank that the port counts up from its base.
+            raise BindError(f"kv_cache_config.kv_events_config.{setting}", endpoint, error.errno or 0) from error
         return reachable_endpoint(endpoint, str(socket.get_string(zmq.LAST_ENDPOINT)))

@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 
-__all__ = ["listen", "reachable_endpoint", "reachable_host", "specific_host"]
+__all__ = ["BindError", "listen", "reachable_endpoint", "reachable_host", "specific_host"]
 
 _WILDCARDS = frozenset({"*", "0.0.0.0", "::", "[::]"})  # noqa: S104  compared with, not bound
+
+
+class BindError(OSError):
+    """A service cannot bind an address of its settings; the message is a sentence for the person who set it.
+
+    Args:
+        setting: its name, with the sections that it is in: ``kv_events_config.endpoint``.
+        address: its value.
+        number: of the error.
+    """
+
+    def __init__(self, setting: str, address: object, number: int) -> None:
+        self.setting = setting
+        if number == errno.EADDRINUSE:
+            why = "is taken"
+        else:
+            # Where a name is not found, the number is the resolver's and no system error.
+            why = f"cannot be bound ({os.strerror(number) if number > 0 else 'no such name'})"
+        super().__init__(number, f"{setting} {address} {why}")
+
+    def __str__(self) -> str:
+        return f"{self.strerror}; choose another"
 
 
 def listen(host: str, port: int = 0, *, backlog: int = 256) -> socket.socket:

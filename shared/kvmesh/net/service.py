@@ -6,6 +6,7 @@ A service is a :class:`Service`; :func:`run_service` is a whole process around i
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 import socket
 import time
@@ -17,7 +18,7 @@ import anyio
 from aiohttp import web
 from anyio.abc import TaskGroup
 
-from kvmesh.net.address import listen, reachable_host
+from kvmesh.net.address import BindError, listen, reachable_host
 from kvmesh.net.faults import arm_from_environment
 from kvmesh.net.http import MAX_BODY_BYTES, Handler, Middleware, json_response, middlewares
 from kvmesh.net.quick_posts import Answer, QuickPosts
@@ -145,9 +146,14 @@ async def serving(service: Service, host: str = "127.0.0.1", port: int = 0) -> A
     """Serve for the length of an ``async with`` block; gives the base URL.
 
     Raises:
-        OSError: the address cannot be bound.
+        BindError: the address cannot be bound.
     """
-    listener = listen(host, port, backlog=LISTEN_BACKLOG)
+    try:
+        listener = listen(host, port, backlog=LISTEN_BACKLOG)
+    except OSError as error:
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            raise BindError("port", port, error.errno) from error
+        raise BindError("host", host, error.errno or 0) from error
     secure = None
     if service.tls is not None and service.tls.serves:
         secure = service.tls

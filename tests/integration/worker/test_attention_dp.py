@@ -223,4 +223,4 @@ async def test_a_rank_that_cannot_start_stops_all(serve: Serve, settings_of: Set
                 pass
     [error] = leaves(failure.value)
     assert str(error).startswith("attention data-parallel rank 1: ")
-    assert "in use" in str(error)
+    assert "is taken; choose another" in str(error)
