@@ -7,6 +7,8 @@
 #include <cstring>
 #include <utility>
 
+#include "index_table.h"
+
 namespace kvmesh {
 namespace {
 
@@ -380,16 +382,19 @@ class EventReader {
     return all_different(&*first, blocks);
   }
 
-  // By a table of places, four for each hash, where 0 is none; two hashes of 0 are caught by counting.
+  // By a table of places, four for each hash, where 0 is none; two hashes of 0 are caught by counting. Publishers choose
+  // the hashes: without a secret they could choose many for one place.
   bool all_different(const uint64_t* hashes, size_t count) const {
     size_t bits = 3;
     while (size_t{1} << bits < 4 * count) ++bits;
     std::vector<uint64_t>& table = batch_.scratch;
     table.assign(size_t{1} << bits, 0);
     bool zero = false;
+    const uint64_t secret = index::secret_multiplier();
     const auto add = [&](uint64_t hash) {
       if (hash == 0) return !std::exchange(zero, true);
-      size_t place = hash * 0x9E3779B97F4A7C15u >> (64 - bits);
+      const uint64_t mixed = (hash ^ secret) * 0x9E3779B97F4A7C15u;
+      size_t place = (mixed ^ mixed >> 32) * secret >> (64 - bits);
       for (; table[place] != 0; place = (place + 1) & (table.size() - 1))
         if (table[place] == hash) return false;
       table[place] = hash;
