@@ -64,7 +64,7 @@ def make_certificate(
     try:
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError:
-        raise UserError("making certificates needs the package 'cryptography': pip install 'kvmesh[keys]'") from None
+        raise UserError("making certificates needs the package 'cryptography': make venv EXTRAS=keys") from None
     files = Files(directory / "ca.crt", directory / "ca.key", directory / f"{stem}.crt", directory / f"{stem}.key")
     now = now or dt.datetime.now(dt.UTC)
     try:

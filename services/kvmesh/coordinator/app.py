@@ -196,6 +196,8 @@ class CoordinatorService(Service):
         succession = self._succession
         if succession is None or succession.active:
             return
+        if succession.has_a_double:
+            raise unavailable(f"Not in service: {succession.detail}.", code="address_taken")
         if succession.standing is Standing.FOLLOWING and succession.leader_url:
             raise _MovedError(succession.leader_url)
         raise unavailable("This coordinator does not know yet who leads; try again.", code="starting")

@@ -108,6 +108,11 @@ class Succession:
         return self.standing in (Standing.LEADING, Standing.ALONE)
 
     @property
+    def has_a_double(self) -> bool:
+        """Whether another process leads at this one's own address, where nobody can be sent."""
+        return self.standing is Standing.FOLLOWING and self.leader_url == self._me.url
+
+    @property
     def leads(self) -> bool:
         """Whether no other coordinator can lead: the lease lasts, counted from when it was asked for."""
         return self.standing is Standing.LEADING and self._clock.monotonic_s() < self._leads_until_s
@@ -126,6 +131,8 @@ class Succession:
         if self._silent_since_s is not None:
             silence = f"etcd has not answered for {self._clock.monotonic_s() - self._silent_since_s:.0f} s"
         if self.standing is Standing.FOLLOWING:
+            if self.has_a_double:
+                return f"another process leads at {self.leader_url}, this one's own address; change advertise_url"
             return f"follows {self.leader_url}" + (f"; {silence}" if silence else "")
         if silence and not self.leads:
             silence += "; another may lead, so nobody is buried and the storage takes no changes"
@@ -213,8 +220,13 @@ class Succession:
         await self._lead(Guard(self._key, revision))
 
     def _is_mine(self, held: KeyValue) -> bool:
-        """Whether this process holds the lead, or did an earlier one that served where this one does."""
+        """Whether this process holds the lead, or did an earlier one that served where this one does.
+
+        Only a process that is new asks the latter: one that has stood can have met another with the same address.
+        """
         leader = _leader(held)
+        if self.standing in (Standing.LEADING, Standing.FOLLOWING):
+            return leader.id == self._me.id
         return leader.id == self._me.id or (leader.url, leader.host) == (self._me.url, self._me.host)
 
     async def _follow(self, held: KeyValue) -> None:
@@ -222,7 +234,14 @@ class Succession:
         self.leader_url = _leader(held).url
         if self.standing is not Standing.FOLLOWING:
             self._stand(Standing.FOLLOWING)
-            _log.info("another coordinator leads", url=self.leader_url)
+            if self.has_a_double:
+                _log.error(
+                    "another process leads with this coordinator's own address; this one stands still: give each its "
+                    "own advertise_url, and each mesh its own cluster_name",
+                    url=self.leader_url,
+                )
+            else:
+                _log.info("another coordinator leads", url=self.leader_url)
             self._me.id = secrets.token_hex(8)
             self._state.forget_all(secrets.token_hex(8))
             self._on_deposed()

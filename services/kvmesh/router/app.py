@@ -55,6 +55,8 @@ class RouterService(Service):
         clock: of deadlines and breakers.
     """
 
+    for_web_pages = True
+
     def __init__(
         self, settings: RouterSettings, *, tokenizer: TextTokenizer | None = None, clock: Clock | None = None
     ) -> None:

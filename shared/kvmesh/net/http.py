@@ -29,6 +29,7 @@ __all__ = [
     "error_response",
     "json_response",
     "middlewares",
+    "no_browsers",
     "read_json",
 ]
 
@@ -174,6 +175,19 @@ def _from_aiohttp(request: web.Request, error: web.HTTPException) -> ApiError:
     if error.status == 413:
         return ApiError(413, f"The body is over {MAX_BODY_BYTES} bytes; send a shorter prompt.", code="too_large")
     return ApiError(error.status, error.reason)
+
+
+async def no_browsers(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse what a web page has a browser ask, on services that are for other services only.
+
+    Any page may send a POST without asking first, also to this machine; it cannot leave ``Origin`` out.
+    """
+    headers = request.headers
+    if request.path not in OPEN_PATHS and (
+        "Origin" in headers or headers.get("Sec-Fetch-Site", "none") in ("cross-site", "same-site")
+    ):
+        raise ApiError(403, "This service is not for web pages; browsers talk to the router.", code="web_page")
+    return await handler(request)
 
 
 def api_key_middleware(keys: ApiKeys, open_paths: frozenset[str] = OPEN_PATHS) -> Middleware:

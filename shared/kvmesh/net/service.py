@@ -20,7 +20,7 @@ from anyio.abc import TaskGroup
 
 from kvmesh.net.address import BindError, listen, reachable_host
 from kvmesh.net.faults import arm_from_environment
-from kvmesh.net.http import MAX_BODY_BYTES, Handler, Middleware, json_response, middlewares
+from kvmesh.net.http import MAX_BODY_BYTES, Handler, Middleware, json_response, middlewares, no_browsers
 from kvmesh.net.quick_posts import Answer, QuickPosts
 from kvmesh.net.tls import Tls
 from kvmesh.net.tls_listener import TlsListener
@@ -54,6 +54,8 @@ class Service:
         tls: certificates of its HTTP face; None, or without one to serve: plain HTTP.
     """
 
+    for_web_pages = False
+    """Whether a browser may ask on behalf of a web page."""
     open_while_draining: frozenset[str] = frozenset()
     """Paths of POST requests that are still served while the service drains."""
     quick_posts: Mapping[str, Answer] = {}
@@ -75,8 +77,9 @@ class Service:
         self.drain_s = drain_s
         self._in_flight = 0
         self._idle: anyio.Event | None = None
+        first = [] if self.for_web_pages else [no_browsers]
         self.app = web.Application(
-            middlewares=middlewares(self.metrics, [*middleware, self._gate]), client_max_size=MAX_BODY_BYTES
+            middlewares=middlewares(self.metrics, [*first, *middleware, self._gate]), client_max_size=MAX_BODY_BYTES
         )
         self.app.router.add_get("/health", self._health)
         self.app.router.add_get("/metrics", self._metrics)

@@ -553,3 +553,24 @@ async def test_an_empty_memory_is_not_taken_for_the_truth_when_an_answer_is_lost
     async with coordinator() as (url, service):
         await until(lambda: service.statistics()["leading"])
         assert await epochs(http, url) == {"context-0": 5}
+
+
+async def test_two_at_one_address_do_not_depose_each_other_for_ever(http: HttpClient, coordinator: Any) -> None:
+    """A new process takes over where it finds its own address; the one that it replaced, if it lives, stands still."""
+    address = "http://coordinator.example:8400"
+    async with coordinator(advertise_url=address) as (url, first):
+        await register(http, url, member("first"))
+        async with coordinator(advertise_url=address) as (other_url, second):
+            await until(lambda: first._succession.has_a_double, timeout_s=20)
+            with pytest.raises(ApiError) as caught:
+                await register(http, url, member("late"))
+            assert (caught.value.status, caught.value.code) == (503, "address_taken")
+            assert "advertise_url" in first.health().detail
+            assert set(await epochs(http, other_url)) == {"first"}
+            takeovers = second.statistics()["takeovers_total"]
+            await anyio.sleep(2.0)  # two leases: time in which they would have deposed each other
+            assert second.statistics()["takeovers_total"] == takeovers
+            assert second._succession.leads
+            assert not first._succession.leads
+        await until(lambda: first._succession.leads, timeout_s=20)
+        assert set(await epochs(http, url)) == {"first"}

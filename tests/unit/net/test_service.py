@@ -104,6 +104,35 @@ async def test_api_keys_guard_all_but_the_probes() -> None:
             await client.call("POST", f"{url}/greet", dict[str, str], body={"name": "x"}, headers=good)
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://elsewhere.example", "Content-Type": "text/plain"},  # a request that no browser asks about
+        {"Origin": "null", "Content-Type": "text/plain"},  # of a page that hides where it is from
+        {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"},
+    ],
+)
+async def test_no_web_page_can_have_a_service_do_anything(headers: dict[str, str]) -> None:
+    async with serving(Greeter()) as url, HttpClient() as client:
+        with pytest.raises(ApiError) as caught:
+            await client.call("POST", f"{url}/greet", dict[str, str], body={"name": "x"}, headers=headers)
+        assert (caught.value.status, caught.value.code) == (403, "web_page")
+        async with client.open("GET", f"{url}/health", headers=headers) as response:
+            assert response.status == 200
+        typed = {"Sec-Fetch-Site": "none"}  # a person who types the address
+        await client.call("POST", f"{url}/greet", dict[str, str], body={"name": "x"}, headers=typed)
+
+
+async def test_a_service_for_clients_takes_requests_of_web_pages() -> None:
+    class Open(Greeter):
+        for_web_pages = True
+
+    async with serving(Open()) as url, HttpClient() as client:
+        origin = {"Origin": "http://elsewhere.example"}
+        answer = await client.call("POST", f"{url}/greet", dict[str, str], body={"name": "x"}, headers=origin)
+    assert answer == {"hello": "x"}
+
+
 async def test_a_key_of_arbitrary_bytes_is_refused_like_any_other() -> None:
     async with serving(Greeter(frozenset({"k1"}))) as url:
         stream = await anyio.connect_tcp("127.0.0.1", int(url.rpartition(":")[2]))
