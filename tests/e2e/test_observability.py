@@ -26,6 +26,7 @@ from soaks import soak_only
 pytestmark = [pytest.mark.slow, soak_only, needs_prometheus]
 
 LOAD_S = 60
+CLIENTS = 3
 SERVED = ("router", "context", "generation", "indexer", "coordinator")
 SLOW = {"KVMeshLateAnswersBurnFast", "KVMeshLateAnswersBurnSlowly", "KVMeshQueueWaits"}
 """Alerts that a slow machine may well cause."""
@@ -172,7 +173,7 @@ def test_rules_are_evaluated(prometheus: Prometheus) -> None:
 
 
 def test_exemplars_lead_to_whole_traces(prometheus: Prometheus, collector: Collector) -> None:
-    """Each trace has one root, and everything else is below it; a disaggregated one goes through three services."""
+    """Each trace is one tree, and goes through router, context server and generation server."""
     now = prometheus.query("vector(time())")[0]
     window = {"start": str(now - 600), "end": str(now)}
     named: dict[str, set[str]] = defaultdict(set)
@@ -195,19 +196,21 @@ def test_exemplars_lead_to_whole_traces(prometheus: Prometheus, collector: Colle
     until(lambda: wanted <= set(traces()), "the traces of all exemplars", 30.0)
     everything = traces()
     assert len(everything) > len(wanted)
-    torn = [spans for spans in everything.values() if not is_whole(spans)]
-    assert torn == []
+    assert [trace for trace, spans in everything.items() if not is_tree(spans)] == []
+    # When the time is over, the load's clients leave in mid-answer.
+    assert sum(not is_complete(spans) for spans in everything.values()) <= CLIENTS
 
 
-def is_whole(spans: list[Span]) -> bool:
-    """One tree, from the router through a context server to a generation server."""
+def is_tree(spans: list[Span]) -> bool:
+    """Everything is below the router's span."""
     ids = {span.span_id for span in spans}
-    roots = [span.name for span in spans if not span.parent_id]
-    services = {span.service for span in spans}
-    names = {span.name for span in spans}
-    return (
-        roots == ["router"]
-        and all(span.parent_id in ids for span in spans if span.parent_id)
-        and services == {"kvmesh-router", "kvmesh-context", "kvmesh-generation"}
-        and names >= {"queue", "tokenize", "match", "prefill", "transfer", "decode"}
+    return [span.name for span in spans if not span.parent_id] == ["router"] and all(
+        span.parent_id in ids for span in spans if span.parent_id
     )
+
+
+def is_complete(spans: list[Span]) -> bool:
+    """From the router through a context server to a generation server, with what each of them does."""
+    return {span.service for span in spans} == {"kvmesh-router", "kvmesh-context", "kvmesh-generation"} and {
+        span.name for span in spans
+    } >= {"queue", "tokenize", "match", "prefill", "transfer", "decode"}
