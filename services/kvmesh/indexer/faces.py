@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from kvmesh.events.index import DEFAULT_TENANT
 from kvmesh.hashing import sequence_hashes
 from kvmesh.protocol.errors import bad_request
-from kvmesh.protocol.match import MAX_DP_RANK, MAX_TTL_S
+from kvmesh.protocol.match import MAX_BLOCK_TOKENS, MAX_DP_RANK, MAX_TTL_S
 
 __all__ = ["HashQuery", "Prediction", "Query", "RegisterBody", "Unregister"]
 
 NonEmpty = Annotated[str, msgspec.Meta(min_length=1)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=MAX_DP_RANK)]
-BlockSize = Annotated[int, msgspec.Meta(gt=0)]
+BlockSize = Annotated[int, msgspec.Meta(gt=0, le=MAX_BLOCK_TOKENS)]
 Instance = NonEmpty | int
 """Dynamo's instances are numbers; they are known by their decimal digits here."""
 

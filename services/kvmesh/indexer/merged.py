@@ -98,6 +98,7 @@ class MergedStream:
                 await readable(socket)
             elif len(frames) == 3 and not frames[1] and len(frames[2]) == 8:
                 await self._answer(socket, frames[0], int.from_bytes(frames[2], "big"))
+            await anyio.lowlevel.checkpoint()  # whoever asks without an end gets one answer a turn
 
     def close(self) -> None:
         """Close both sockets; idempotent."""

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from kvmesh.events.endpoints import EndpointError, check_endpoint
 from kvmesh.events.feeds import Feed, Feeds
 from kvmesh.events.index import PrefixIndex, Source
 from kvmesh.events.index.index import DumpedBlock
@@ -26,6 +27,9 @@ __all__ = ["Routes"]
 
 MAX_DUMPED_BLOCKS = 100_000
 """Of one source; some ten megabytes of JSON."""
+
+MAX_DIGITS = 18
+"""Of a number in a query string."""
 
 _WORKER_FILTERS = ("instance_id", "model_name", "tenant_id")
 
@@ -160,9 +164,7 @@ class Routes:
             [
                 worker
                 for worker in self._feeds().describe()
-                if all(
-                    worker[key] == wanted[key] for key in ("instance_id", "model_name", "tenant_id") if key in wanted
-                )
+                if all(worker[key] == wanted[key] for key in _WORKER_FILTERS if key in wanted)
             ]
         )
 
@@ -208,8 +210,8 @@ def _number(query: Any, key: str, default: Any) -> Any:
     text = query.get(key)
     if text is None:
         return default
-    if not (text.isascii() and text.isdigit()):
-        raise bad_request(f"{key} is {text!r}; write a number.", param=key)
+    if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
+        raise bad_request(f"{key} is {text[:100]!r}; write a number.", param=key)
     return int(text)
 
 
@@ -229,8 +231,12 @@ def _feed(body: RegisterBody, listen_endpoint: str) -> Feed:
     if not none and not body.bind and not body.endpoint:
         raise bad_request('Give the \'endpoint\' of its stream, or "events": "none".', param="endpoint")
     for name, endpoint in (("endpoint", body.endpoint), ("replay_endpoint", body.replay_endpoint)):
-        if endpoint and not endpoint.startswith(("tcp://", "ipc://")):
-            raise bad_request(f"{name} is {endpoint!r}; write tcp://HOST:PORT or ipc://PATH.", param=name)
+        if not endpoint:
+            continue
+        try:
+            check_endpoint(endpoint)
+        except EndpointError as error:
+            raise bad_request(f"{name}: {error}.", param=name) from None
     return Feed(
         Source(str(body.instance_id), body.dp_rank or 0),
         body.model_named,

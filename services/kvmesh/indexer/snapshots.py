@@ -102,9 +102,16 @@ class SnapshotFile:
                     await anyio.to_thread.run_sync(os.fsync, file.fileno())
                     size = file.tell()
                 temporary.replace(self._path)
-            except (OSError, _InterruptedError) as error:
+            except Exception as error:
+                # Without a snapshot the next start takes longer, and that is all.
                 self.statistics.snapshot_failures_total += 1
-                _log.warning("the snapshot could not be written", path=str(self._path), error=str(error))
+                expected = isinstance(error, OSError | _InterruptedError)
+                _log.warning(
+                    "the snapshot could not be written",
+                    path=str(self._path),
+                    error=str(error),
+                    exc_info=None if expected else error,
+                )
                 return
             finally:
                 with contextlib.suppress(OSError):

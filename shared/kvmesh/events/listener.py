@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import NamedTuple, NoReturn
 
 import anyio
@@ -238,6 +239,7 @@ class _Followed:
         self.scope = anyio.CancelScope()
         self._waiting: deque[KeptBatch | _Opened | _Closed | _Resync] = deque()
         self._something_waits = asyncio.Event()
+        self._failures_total = 0
 
     def put(self, item: KeptBatch | _Opened | _Closed | _Resync) -> None:
         """Leave an item; messages beyond the bound are dropped, which their numbers will show."""
@@ -250,7 +252,8 @@ class _Followed:
             turns = 0
             while True:
                 if self._waiting:
-                    await self._work_off(self._waiting.popleft())
+                    item = self._waiting.popleft()
+                    await self._isolated(partial(self._work_off, item))
                     turns += 1
                     if turns % 64 == 0:
                         await anyio.lowlevel.checkpoint()
@@ -259,7 +262,16 @@ class _Followed:
                 with anyio.move_on_after(self.ordered.due_in_s()) as wait:
                     await self._something_waits.wait()
                 if wait.cancelled_caught:
-                    await self.ordered.check()
+                    await self._isolated(self.ordered.check)
+
+    async def _isolated(self, work: Callable[[], Awaitable[None]]) -> None:
+        """What goes wrong with one publisher is nobody else's; what it costs of its stream its numbers will show."""
+        try:
+            await work()
+        except Exception:
+            self._failures_total += 1
+            if self._failures_total & (self._failures_total - 1) == 0:
+                _log.exception("a message of a publisher could not be dealt with", so_far=self._failures_total)
 
     async def _work_off(self, item: KeptBatch | _Opened | _Closed | _Resync) -> None:
         match item:

@@ -12,10 +12,22 @@ import msgspec
 
 from kvmesh.protocol.version import PROTOCOL_VERSION
 
-__all__ = ["MAX_DP_RANK", "MAX_TTL_S", "ROUTED", "MatchReply", "MatchRequest", "Routed", "WorkerMatch"]
+__all__ = [
+    "MAX_BLOCK_TOKENS",
+    "MAX_DP_RANK",
+    "MAX_TTL_S",
+    "ROUTED",
+    "MatchReply",
+    "MatchRequest",
+    "Routed",
+    "WorkerMatch",
+]
 
 ROUTED = b"routed"
 """Frame before a :class:`Routed`."""
+
+MAX_BLOCK_TOKENS = 1 << 20
+"""Tokens per block; far above every engine's."""
 
 MAX_TTL_S = 86_400
 """Longest that a prediction counts."""

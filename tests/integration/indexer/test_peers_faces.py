@@ -160,3 +160,35 @@ async def test_a_dump_is_filtered() -> None:
         with pytest.raises(ApiError) as refused:
             await client.get("/dump?limit=all")
         assert refused.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "names"),
+    [
+        ("/query", {"token_ids": [1], "block_size": 2**31}, "block_size"),
+        ("/query", {"token_ids": [2**31]}, "32 bits"),
+        ("/query_by_hash", {"seq_hashes": [1], "block_size": 2**31}, "block_size"),
+        ("/predict", {"token_ids": [1], "block_size": 2**31, "instance_id": "w"}, "block_size"),
+        ("/predict", {"token_ids": [1], "dp_rank": 2**64, "instance_id": "w"}, "dp_rank"),
+        ("/register", {"instance_id": "w", "events": "none", "block_size": 2**31}, "block_size"),
+        ("/register", {"instance_id": "w", "endpoint": "tcp://x"}, "tcp://HOST:PORT"),
+        ("/register", {"instance_id": "w", "endpoint": "tcp://127.0.0.1:99999"}, "tcp://HOST:PORT"),
+        ("/register", {"instance_id": "w", "endpoint": "tcp://a\0b:1"}, "character"),
+        ("/register", {"instance_id": "w", "endpoint": "ipc://" + "x" * 300}, "107 bytes"),
+        ("/register", {"instance_id": "w", "endpoint": "tcp://h:1", "replay_endpoint": "tcp://"}, "replay_endpoint"),
+    ],
+)
+async def test_what_a_client_gets_wrong_is_a_400_with_a_sentence(path: str, fields: dict[str, Any], names: str) -> None:
+    async with indexer() as client:
+        with pytest.raises(ApiError, match=names) as caught:
+            await client.post(path, {"model": "m", **fields})
+        assert caught.value.status == 400
+        assert await client.get("/workers") == []
+
+
+async def test_a_number_in_a_query_string_has_a_bound() -> None:
+    async with indexer() as client:
+        for digits in (19, 5000):
+            with pytest.raises(ApiError, match="limit is") as caught:
+                await client.get("/dump?limit=" + "9" * digits)
+            assert caught.value.status == 400

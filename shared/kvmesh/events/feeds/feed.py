@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvmesh.events.endpoints import rank_endpoint
+from kvmesh.events.endpoints import EndpointError, rank_endpoint
 from kvmesh.events.index import DEFAULT_TENANT, Source
 from kvmesh.events.records import LoraKey
+from kvmesh.protocol.match import MAX_BLOCK_TOKENS, MAX_DP_RANK
 from kvmesh.protocol.members import Member
 
 __all__ = ["Feed", "feeds_of"]
@@ -49,11 +50,13 @@ def feeds_of(member: Member) -> list[Feed]:
     A server without events is approximate. One that does not say its block size either has no feed.
 
     Raises:
-        EndpointError: its endpoints cannot be those of so many ranks.
+        EndpointError: its endpoints cannot be those of so many ranks, or nobody's are so many or so large blocks.
     """
     stream, replay = member.events_endpoint, member.replay_endpoint
     if member.role not in _ENGINES or (stream is None and not member.tokens_per_block):
         return []
+    if member.dp_size > MAX_DP_RANK + 1 or member.tokens_per_block > MAX_BLOCK_TOKENS:
+        raise EndpointError(f"{member.dp_size} ranks with blocks of {member.tokens_per_block} tokens cannot be")
     return [
         Feed(
             Source(member.instance_id, rank),

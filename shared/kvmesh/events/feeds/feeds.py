@@ -26,6 +26,7 @@ from kvmesh.hashing import TokenIds
 from kvmesh.net.address import BindError
 from kvmesh.net.clock import Clock, SystemClock
 from kvmesh.net.curve import CurveSecurity
+from kvmesh.protocol.match import MAX_DP_RANK
 from kvmesh.protocol.members import Member, MemberEvent
 from kvmesh.telemetry import get_logger
 
@@ -39,6 +40,11 @@ RESTORED_S = 60.0
 
 SILENT_S = 60.0
 """How long a publisher that connected by itself is remembered after its connection has ended."""
+
+MAX_ANNOUNCED = 4096
+"""Publishers that have only their own word for who they are."""
+
+MAX_UNWANTED = 65_536
 
 _log = get_logger("events.feeds")
 
@@ -103,7 +109,7 @@ class Feeds:
         self._anti_entropy_interval_s = anti_entropy_interval_s
         self._listen_endpoint = listen_endpoint
         self._listener: EventListener | None = None
-        self._unwanted: set[StreamName] = set()
+        self._unwanted: dict[StreamName, None] = {}
         """Who was unregistered, and may go on sending."""
         if listen_endpoint is not None:
             self._listener = EventListener(listen_endpoint, self._admit, context=context)
@@ -116,6 +122,7 @@ class Feeds:
         """What subscriptions that are over had counted: totals do not go back."""
         self._ended_dialects: dict[str, int] = {}
         self._ended_drifts = 0
+        self._ended_failures = 0
         self._predictions = 0
         self._predictions_refused = 0
 
@@ -141,7 +148,7 @@ class Feeds:
                 return
             self._end(running)
         if feed.topic is not None:
-            self._unwanted.discard(StreamName(feed.topic, feed.source.dp_rank))
+            self._unwanted.pop(StreamName(feed.topic, feed.source.dp_rank), None)
         resume_from = self._take_over(feed)
         self._index.add(
             feed.source,
@@ -180,7 +187,9 @@ class Feeds:
         ]
         for running in ending:
             if running.feed.topic is not None:
-                self._unwanted.add(StreamName(running.feed.topic, running.feed.source.dp_rank))
+                self._unwanted[StreamName(running.feed.topic, running.feed.source.dp_rank)] = None
+                if len(self._unwanted) > MAX_UNWANTED:
+                    del self._unwanted[next(iter(self._unwanted))]
             self._end(running)
         return [running.feed for running in ending]
 
@@ -302,6 +311,7 @@ class Feeds:
             "feeds_restored": len(self._restored),
             **{f"feed_{name}": total for name, total in totals.items()},
             "drift_total": self._ended_drifts + sum(following.drifts_total for following in followed),
+            "feed_failures_total": self._ended_failures + sum(following.failures_total for following in followed),
             "drift_checks_total": sum(following.watch.compared_total for following in followed),
             "predictions_total": self._predictions,
             "predictions_refused_total": self._predictions_refused,
@@ -330,7 +340,7 @@ class Feeds:
             if running.following is not None and (feed.topic, feed.source.dp_rank) == name:
                 return running.following.admission()
         named = None if name in self._unwanted else named_by_topic(name.topic)
-        if named is None:
+        if named is None or name.rank > MAX_DP_RANK or self._announced() >= MAX_ANNOUNCED:
             return None
         source = Source(named[0], name.rank)
         if source in self._running:
@@ -338,6 +348,9 @@ class Feeds:
         self.follow(Feed(source, named[1], self.listen_endpoint, topic=name.topic))
         following = self._running[source].following
         return None if following is None else following.admission()
+
+    def _announced(self) -> int:
+        return sum(running.feed.topic is not None and not running.by_hand for running in self._running.values())
 
     def _end_the_silent(self) -> None:
         """Publishers that came by themselves and have been gone for long: nobody else will say that they are."""
@@ -387,6 +400,7 @@ class Feeds:
                 self._ended[name] += getattr(subscriber.statistics, name)
             _add(self._ended_dialects, subscriber.dialects)
             self._ended_drifts += running.following.drifts_total
+            self._ended_failures += running.following.failures_total
             if running.feed.topic is not None and self._listener is not None:
                 self._listener.retire(StreamName(running.feed.topic, running.feed.source.dp_rank))
         self._index.remove(running.feed.source)

@@ -78,6 +78,8 @@ class Following:
         assert feed.endpoint is not None, "it publishes"
         self.feed = feed
         self.drifts_total = 0
+        self.failures_total = 0
+        """Items that could not be taken in: defects, each with a traceback in the log."""
         self._ended = False
         self._index = index
         self._clock = clock
@@ -127,14 +129,16 @@ class Following:
                     if self._subscriber is not None:
                         await self._subscriber.run(self._take)
                 return
-            except* zmq.ZMQError as errors:
-                reason = "; ".join(map(str, errors.exceptions))
+            except* Exception as errors:
+                # The border of error isolation: one publisher is not followed for a while, the others are.
+                expected, defects = errors.split(zmq.ZMQError)
                 _log.error(
                     "cannot follow",
                     instance_id=feed.source.instance_id,
                     endpoint=feed.endpoint,
-                    error=reason,
+                    error="; ".join(map(str, (expected or errors).exceptions)),
                     again_in_s=rest_s,
+                    exc_info=defects,
                 )
             await anyio.sleep(rest_s)
             rest_s = min(2 * rest_s, LONGEST_REST_S)
@@ -151,9 +155,27 @@ class Following:
             self._apply(item)
 
     def _apply(self, item: Item) -> None:
-        feed = self.feed
         if self._ended:
             return
+        try:
+            self._take_in(item)
+        except Exception:
+            # A batch may be half in. Nobody may rely on what this publisher holds; the others are as before.
+            self.failures_total += 1
+            if self.failures_total & (self.failures_total - 1) == 0:
+                _log.exception(
+                    "a worker's events could not be taken in and its blocks are dropped",
+                    instance_id=self.feed.source.instance_id,
+                    so_far=self.failures_total,
+                )
+            self._index.clear(self.feed.source)
+            self.watch.void()
+            if self._observer is not None:
+                self._observer.cleared(self.feed)
+        self._tidy()
+
+    def _take_in(self, item: Item) -> None:
+        feed = self.feed
         match item:
             case Batch():
                 self._index.apply(feed.source, item.records.records)
@@ -174,7 +196,6 @@ class Following:
                 self.disconnected_at_s = self._clock.monotonic_s()
             case Connected():
                 self._index.show(feed.source)
-        self._tidy()
 
     def end(self) -> None:
         """What still waits at the gate is of no interest any more."""

@@ -12,8 +12,11 @@ from contextlib import asynccontextmanager
 import anyio.lowlevel
 
 from kvmesh.net.clock import Clock
+from kvmesh.telemetry import get_logger
 
 __all__ = ["Gate"]
+
+_log = get_logger("events.feeds")
 
 BURST_S = 0.001
 """How long waiting changes are made up for before other tasks get a turn."""
@@ -57,14 +60,20 @@ class Gate:
             yield
         finally:
             self._stopped_at_s = None
-            with anyio.CancelScope(shield=True):
-                await self._catch_up()
-            self.closed = False
+            try:
+                with anyio.CancelScope(shield=True):
+                    await self._catch_up()
+            finally:
+                self.closed = False
 
     async def _catch_up(self) -> None:
         turn_ends_s = self._clock.monotonic_s() + BURST_S
         while self._waiting:
-            self._waiting.popleft()()
+            try:
+                self._waiting.popleft()()
+            except Exception:
+                # Whoever asked for it has gone on long since; the changes behind it are other people's.
+                _log.exception("a change that waited for a snapshot could not be made")
             if self._clock.monotonic_s() >= turn_ends_s:
                 await anyio.lowlevel.checkpoint()
                 turn_ends_s = self._clock.monotonic_s() + BURST_S
