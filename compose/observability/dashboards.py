@@ -101,7 +101,17 @@ TRAFFIC = [
                 kind="stat",
                 width=4,
             ),
-            Panel("Targets down", [Query('count(up{job!=""} == 0) or vector(0)', "")], kind="stat", width=4),
+            Panel(
+                "Targets down",
+                [
+                    Query(
+                        "count(up == 0 and on (job, instance) max_over_time(kvmesh_http_in_flight[1h])) or vector(0)",
+                        "",
+                    )
+                ],
+                kind="stat",
+                width=4,
+            ),
         ],
     ),
     Row(

@@ -52,8 +52,10 @@ def test_ready_needs_a_fitting_pair_or_a_whole_server(mesh: Mesh) -> None:
     assert not mesh.cluster.ready("other")
     mesh.tell("dead", member("g", "generation"))
     assert not mesh.cluster.ready()
+    assert mesh.cluster.statistics()["ready"] == 0
     mesh.tell("joined", member("b", "both"))
     assert mesh.cluster.ready()
+    assert mesh.cluster.statistics()["ready"] == 1
     assert mesh.gone == ["g"]
 
 
