@@ -17,6 +17,7 @@ from kvmesh.events.subscriber import EventSubscriber
 __all__ = ["Following", "WirePublisher", "event_payload", "follow", "payload", "wire_publisher"]
 
 END = b"\xff" * 8
+SUBSCRIBES = b"\x01"
 
 
 def payload(*events: Any, ts: float = 0.0, rank: int | None = 0) -> bytes:
@@ -40,12 +41,16 @@ class WirePublisher:
         self.topic = topic.encode()
         self.kept: dict[int, bytes] = {}
         self.silent = False
+        self.broken_after: int | None = None
+        """Messages after which answers turn into something else; a reader need not wait to notice."""
+        self.sent_total = 0
         self.with_topic = True
         self.end_marker = [b"", b"", END, b""]
         self.requests: list[int] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._stream = self._context.socket(zmq.XPUB)
         self._stream.linger = 0
+        self._stream.xpub_verbose = True  # a subscription is told although an earlier reader's has not ended yet
         if connect:
             self._stream.connect(endpoint)
         else:
@@ -61,12 +66,13 @@ class WirePublisher:
 
     async def subscribed(self) -> None:
         """Wait for the subscription."""
-        with anyio.fail_after(5):
-            while not self._stream.poll(0):  # noqa: ASYNC110 - a socket of another library's loop
+        with anyio.fail_after(30):
+            # What is told may be the end of an earlier reader's subscription. A socket of another library's loop.
+            while not self._stream.poll(0) or self._stream.recv()[:1] != SUBSCRIBES:  # noqa: ASYNC110
                 await anyio.sleep(0.002)
-        self._stream.recv()
 
     def send(self, sequence: int, data: bytes) -> None:
+        self.sent_total += 1
         self._stream.send_multipart([self.topic, sequence.to_bytes(8, "big"), data])
 
     def send_raw(self, *frames: bytes) -> None:
@@ -98,11 +104,11 @@ class WirePublisher:
             self.requests.append(first)
             if self.silent:
                 continue
-            for sequence, data in sorted(self.kept.items()):
-                if sequence >= first:
-                    topic = [self.topic] if self.with_topic else []
-                    replay.send_multipart([client, b"", *topic, sequence.to_bytes(8, "big"), data])
-            replay.send_multipart([client, *self.end_marker])
+            wanted = [kept for kept in sorted(self.kept.items()) if kept[0] >= first]
+            for sequence, data in wanted[: self.broken_after]:
+                topic = [self.topic] if self.with_topic else []
+                replay.send_multipart([client, b"", *topic, sequence.to_bytes(8, "big"), data])
+            replay.send_multipart([client, *(self.end_marker if self.broken_after is None else [b"", b"broken off"])])
         replay.close()
 
 

@@ -23,7 +23,7 @@ from kvmesh.events.items import Deliver
 from kvmesh.events.keyed import KeyRingPart
 from kvmesh.events.ordered import OrderedStream
 from kvmesh.events.polling import readable, receive
-from kvmesh.events.replay import REPLAY_SILENCE_S, KeptBatch
+from kvmesh.events.replay import REPLAY_SILENCE_S, KeptBatch, ReplayService
 from kvmesh.events.subscriber import BURST_S, HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
 from kvmesh.events.watermark import Watermark
 from kvmesh.net.clock import Clock, SystemClock
@@ -198,14 +198,19 @@ class EventListener:
         admission = self._admit(name)
         if admission is None:
             return None
+        replays = None
+        if admission.replay_endpoint is not None:
+            replays = ReplayService(
+                admission.replay_endpoint,
+                context=self.context,
+                silence_s=self._replay_silence_s,
+                security=self._security,
+            )
         ordered = OrderedStream(
             f"{name.topic} rank {name.rank}",
-            admission.replay_endpoint,
-            context=self.context,
+            replays,
             clock=self._clock,
-            replay_silence_s=self._replay_silence_s,
             resume_from=admission.resume_from,
-            security=self._security,
             keys=admission.keys,
         )
         ordered.deliver = admission.deliver

@@ -9,19 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-import anyio.lowlevel
-import zmq
-
 from kvmesh.events.decoding import BatchError, decode_batch
 from kvmesh.events.items import Batch, Connected, Deliver, Disconnected, Reset, SubscriberStatistics
 from kvmesh.events.keyed import KeyRingPart
 from kvmesh.events.quarantine import Quarantine
 from kvmesh.events.records import RecordBatch
-from kvmesh.events.replay import REPLAY_SILENCE_S, KeptBatch, ReplayFailedError, ReplayRequest
+from kvmesh.events.replay import KeptBatch, ReplayFailedError, Replays
 from kvmesh.events.tracking import Arrival, SequenceTracker
 from kvmesh.events.watermark import Watermark, payload_digest
 from kvmesh.net.clock import Clock, SystemClock
-from kvmesh.net.curve import CurveSecurity
 from kvmesh.telemetry import get_logger
 
 __all__ = ["CONFIRM_AFTER_S", "REPLAY_COOLDOWN_S", "OrderedStream"]
@@ -44,24 +40,21 @@ class OrderedStream:
 
     Args:
         publisher: its name in the log.
-        replay_endpoint: of its replay service, None when it has none.
-        context: of the sockets.
+        replays: its replay service, None when it has none.
         clock: of the cooldown and the confirmation.
-        replay_silence_s: longest pause between two answers of a replay.
         resume_from: where an earlier reader stood whose state is still there; the publisher is asked whether its batch
             of that number is still the same.
+        keys: by which keyed events may be read.
+        with_state: the publisher can tell what it no longer keeps, too.
     """
 
     def __init__(
         self,
         publisher: str,
-        replay_endpoint: str | None,
+        replays: Replays | None,
         *,
-        context: zmq.Context[zmq.Socket[bytes]],
         clock: Clock | None = None,
-        replay_silence_s: float = REPLAY_SILENCE_S,
         resume_from: Watermark | None = None,
-        security: CurveSecurity | None = None,
         keys: KeyRingPart | None = None,
         with_state: bool = False,
     ) -> None:
@@ -70,10 +63,8 @@ class OrderedStream:
         self.statistics = SubscriberStatistics()
         self.dialects: dict[str, int] = {}
         """Events by the dialect they were written in."""
-        self._replay_endpoint = replay_endpoint
-        self._context = context
-        self._replay_silence_s = replay_silence_s
-        self._security = security
+        self._publisher = publisher
+        self._replays = replays
         self._keys = keys
         self._with_state = with_state
         self._clock = clock or SystemClock()
@@ -85,6 +76,11 @@ class OrderedStream:
         """Whether that payload is what the publisher holds, told under the number of its last batch."""
         self._first = 0
         """Number of the first batch since the last reset."""
+        self._one_life = True
+        """Whether the live stream is of the life that was applied. What is applied from a replay can be of a later one:
+        messages of the earlier may still wait, or their connection stand."""
+        self._awaited: KeptBatch | None = None
+        """The live message because of which a replay is asked for."""
         self._cooldown_s = REPLAY_COOLDOWN_S
         self._no_replay_before_s = 0.0
         self._incomplete = False
@@ -137,7 +133,7 @@ class OrderedStream:
         """
         again, self._ever_opened = self._ever_opened, True
         self._tracker.connect()
-        if self._replay_endpoint is not None:
+        if self._replays is not None:
             if again:
                 # What has come so far may be of either life. The replay has all that this life keeps.
                 self.statistics.duplicates_total += discard()
@@ -165,26 +161,34 @@ class OrderedStream:
     async def take_live(self, message: KeptBatch) -> None:
         """A message of the stream, after what is missing before it."""
         arrival = self._tracker.arrive(message.sequence)
-        if arrival in (Arrival.RESTART, Arrival.GAP) and not await self._belongs(message.sequence, arrival):
+        follows = arrival is Arrival.DUPLICATE or (arrival is Arrival.NEXT and self._one_life)
+        if not follows and not await self._belongs(message, arrival):
             self.statistics.duplicates_total += 1
             return
         self._take(message, replayed=False)
 
-    async def _belongs(self, sequence: int, arrival: Arrival) -> bool:
+    async def _belongs(self, message: KeptBatch, arrival: Arrival) -> bool:
         """Catch up with what is before a message; False when it turns out to be the last word of an earlier life."""
         if arrival is Arrival.GAP and not self._tracker.knows_nothing:
             self.statistics.gaps_total += 1
+        self._awaited = message
         answered = await self._catch_up()
-        if self._tracker.judge(sequence) is Arrival.GAP and not self._tracker.knows_nothing:
-            if answered:
-                return False  # whoever sends a message keeps it, and it is not kept
-            self._lost_batches(sequence)
-        elif arrival is Arrival.RESTART:
+        self._awaited = None
+        judged = self._tracker.judge(message.sequence)
+        if self._tracker.knows_nothing:
+            judged = Arrival.NEXT
+        elif judged is not Arrival.DUPLICATE and answered:
+            return False  # whoever sends a message keeps it, and it is not kept
+        elif judged is Arrival.NEXT and not self._one_life:
+            self._reset("what was replayed and what is sent may be of two lives")
+        if arrival is Arrival.RESTART:
             if answered:
                 self._tracker.connect()  # it came twice, or late; those after it are judged by its number again
             else:
                 self._restarted("the publisher counts anew")
-        self._tracker.see(sequence)
+        elif judged is Arrival.GAP:
+            self._lost_batches(message.sequence)
+        self._tracker.see(message.sequence)
         return True
 
     async def _catch_up(self, *, anew: bool = False) -> bool:
@@ -197,24 +201,18 @@ class OrderedStream:
             anew: ask for everything; what is known is dropped when the answer begins, and only for an answer that
                 begins earlier.
         """
-        if self._replay_endpoint is None or self._clock.monotonic_s() < self._no_replay_before_s:
+        if self._replays is None or self._clock.monotonic_s() < self._no_replay_before_s:
             return False
         self.statistics.replays_total += 1
         start = 0 if anew else max(self._tracker.applied, 0)
         rebuilding = recognised = anew or self._tracker.knows_nothing
         try:
-            async with ReplayRequest(
-                self._context,
-                self._replay_endpoint,
-                start,
-                self._replay_silence_s,
-                security=self._security,
-                with_state=self._with_state and rebuilding,
-            ) as replay:
+            async with self._replays.ask(start, with_state=self._with_state and rebuilding) as replay:
                 while (message := await replay.next()) is not None:
                     if anew:
                         anew = False
-                        if message.sequence >= self._first and not self._tracker.knows_nothing:
+                        begins = 0 if self._with_state else message.sequence  # a state has its last batch's number
+                        if begins >= self._first and not self._tracker.knows_nothing:
                             self._incomplete = False
                             return True
                         self._reset("what was missing is to be had again")
@@ -231,7 +229,6 @@ class OrderedStream:
                         self._lost_batches(message.sequence)
                         break
                     self._take(message, replayed=True)
-                    await anyio.lowlevel.checkpoint()
                 else:
                     self._cooldown_s = REPLAY_COOLDOWN_S
                     if recognised:
@@ -250,7 +247,7 @@ class OrderedStream:
         self._incomplete = self._incomplete or self._tracker.knows_nothing
         # Without a connection the publisher is gone, and the rest of the mesh knows.
         level = logging.WARNING if self.connected else logging.INFO
-        _log.log(level, "replay failed", endpoint=self._replay_endpoint, start=start, error=str(error))
+        _log.log(level, "replay failed", publisher=self._publisher, start=start, error=str(error))
 
     def _take(self, message: KeptBatch, *, replayed: bool) -> None:
         """Deliver one message, unless it has been."""
@@ -259,6 +256,7 @@ class OrderedStream:
                 self._last, self._from_state = message.payload, False  # the batch that the state was told under
             else:
                 self.statistics.duplicates_total += 1
+            self._compare(message, replayed=replayed)
             return
         try:
             records = decode_batch(message.payload, self._keys)
@@ -269,9 +267,21 @@ class OrderedStream:
             self.deliver(Batch(message.sequence, message.topic.decode(errors="replace"), records, replayed))
         if self._tracker.knows_nothing:
             self._first = message.sequence
+            self._one_life = not replayed
         self._from_state = replayed and self._with_state and self._tracker.knows_nothing
         self._tracker.apply(message.sequence)
         self._last = message.payload
+        self._compare(message, replayed=replayed)
+
+    def _compare(self, message: KeptBatch, *, replayed: bool) -> None:
+        """The same batch from the stream and from a replay: both are of one life."""
+        if self._one_life:
+            return
+        if replayed:
+            awaited = self._awaited  # of its topic older engines' replays say nothing
+            self._one_life = awaited is not None and awaited[::2] == message[::2]
+        elif message.sequence == self.applied:
+            self._one_life = self._is_last(message.payload)
 
     def _unreadable(self, message: KeptBatch) -> None:
         """What it said is lost, removals perhaps among it. A replay would bring the same bytes."""
@@ -304,7 +314,7 @@ class OrderedStream:
 
     def _reset(self, reason: str) -> None:
         self._tracker.forget()
-        if self._replay_endpoint is not None and self._clock.monotonic_s() < self._no_replay_before_s:
+        if self._replays is not None and self._clock.monotonic_s() < self._no_replay_before_s:
             self._incomplete = True
         self.statistics.resets_total += 1
         self.deliver(Reset(reason))

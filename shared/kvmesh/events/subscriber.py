@@ -14,7 +14,7 @@ from kvmesh.events.items import Batch, Connected, Deliver, Disconnected, Reset, 
 from kvmesh.events.keyed import KeyRingPart
 from kvmesh.events.ordered import OrderedStream
 from kvmesh.events.polling import readable, receive
-from kvmesh.events.replay import REPLAY_SILENCE_S, KeptBatch
+from kvmesh.events.replay import REPLAY_SILENCE_S, KeptBatch, ReplayService
 from kvmesh.events.watermark import Watermark
 from kvmesh.net.clock import Clock, SystemClock
 from kvmesh.net.curve import CurveSecurity
@@ -83,14 +83,14 @@ class EventSubscriber:
         self._context = context
         self._topic = topic
         self._clock = clock or SystemClock()
+        replays = None
+        if replay_endpoint is not None:
+            replays = ReplayService(replay_endpoint, context=context, silence_s=replay_silence_s, security=security)
         self._ordered = OrderedStream(
             endpoint,
-            replay_endpoint,
-            context=context,
+            replays,
             clock=self._clock,
-            replay_silence_s=replay_silence_s,
             resume_from=resume_from,
-            security=security,
             keys=keys,
             with_state=with_state,
         )
@@ -137,6 +137,10 @@ class EventSubscriber:
         """
         self._resync_reason = reason
         self._asked.set()
+
+    def broke_off(self) -> None:
+        """:meth:`run` has ended by an error: the publisher counts as disconnected until it runs again."""
+        self._ordered.closed()
 
     async def run(self, deliver: Deliver) -> NoReturn:
         """Deliver for ever, beginning with what the publisher still keeps.

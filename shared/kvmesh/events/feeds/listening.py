@@ -57,7 +57,7 @@ class ListenedStream:
     def __init__(self, listener: EventListener, name: StreamName) -> None:
         self._listener = listener
         self.name = name
-        self._none = OrderedStream(name.topic, None, context=listener.context)
+        self._none = OrderedStream(name.topic, None)
 
     @property
     def _ordered(self) -> OrderedStream:
