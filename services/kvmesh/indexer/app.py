@@ -144,7 +144,7 @@ class IndexerService(Service):
                 self.merged.close()
             if zap is not None:
                 zap.close()
-            context.term()
+            context.destroy(linger=0)  # term() would wait for a socket that a failure has left open
             self._ended.set()
 
     def health(self) -> Health:

@@ -109,7 +109,7 @@ class MatchClient(Matcher):
             self._socket = None
             loop.remove_reader(descriptor)
             socket.close()
-            context.term()
+            context.destroy(linger=0)  # term() would wait for a socket that a failure has left open
 
     async def match(
         self, model: str, token_ids: np.ndarray, *, lora_id: int | None = None, cache_salt: str | None = None

@@ -77,7 +77,7 @@ class InProcessMatcher(Matcher):
                 await feeds.upkeep()
         finally:
             self._feeds = None
-            context.term()
+            context.destroy(linger=0)  # term() would wait for a socket that a failure has left open
 
     def hear(self, event: MemberEvent) -> None:
         """See :class:`Matcher`."""

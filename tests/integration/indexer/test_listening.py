@@ -14,7 +14,9 @@ from tellers import BLOCK, tokens
 from waiting import until
 
 from kvmesh.config import IndexerSettings
+from kvmesh.events.feeds import Feed
 from kvmesh.events.feeds.feeds import SILENT_S
+from kvmesh.events.index import Source
 from kvmesh.indexer.app import IndexerService
 from kvmesh.net.client import HttpClient
 from kvmesh.net.clock import ManualClock
@@ -137,3 +139,14 @@ async def test_without_an_endpoint_nothing_is_bound() -> None:
         with pytest.raises(ApiError, match="listen_endpoint") as refused:
             await indexer.post("/register", instance_id="w", model="m", bind=True)
         assert refused.value.status == 400
+
+
+async def test_a_replay_endpoint_that_is_none_costs_its_publisher_the_replays_alone() -> None:
+    """Not the listener, which is everybody's; and the sockets are closed, or the service would never end."""
+    async with listening() as indexer:
+        feeds = indexer.service._started()
+        feeds.follow(Feed(Source("w"), "m", indexer.endpoint, "tcp://x", topic="kv-events"), by_hand=True)
+        with connecting(indexer.endpoint, "kv-events") as one, connecting(indexer.endpoint, "kv@other@m") as two:
+            await indexer.heard(one, "w", 1)
+            await indexer.heard(two, "other", 1)
+        assert feeds.statistics()["feed_replay_failures_total"] >= 1

@@ -211,7 +211,7 @@ async def test_questions_are_answered_while_it_is_written_and_events_wait(teller
 
         async def ask() -> None:
             nonlocal answers
-            while not service._index_gate.closed:  # noqa: ASYNC110 - what is waited for has no event
+            while not service._index_gate.closed:
                 await anyio.lowlevel.checkpoint()
             while service.snapshots.statistics.snapshots_total == 0:  # type: ignore[union-attr]
                 teller.store(next(busy))

@@ -85,16 +85,25 @@ async def test_a_subscription_that_fails_is_begun_again(monkeypatch: pytest.Monk
 
     async def run(subscriber: EventSubscriber, deliver: Any) -> None:
         runs.append(subscriber)
+        stream = subscriber._ordered
+        stream.deliver = deliver
+        await stream.opened(lambda: 0)
         if len(runs) == 1:
+            deliver(batch(0, GOOD))
+            assert held(index) == {"a": 8}
             raise ValueError("a defect")
         await anyio.sleep_forever()
 
     monkeypatch.setattr(EventSubscriber, "run", run)
-    monkeypatch.setattr("kvmesh.events.feeds.following.FIRST_REST_S", 0.01)
+    monkeypatch.setattr("kvmesh.events.feeds.following.FIRST_REST_S", 0.05)
+    index = PrefixIndex()
     with zmq.Context() as context:
         async with anyio.create_task_group() as tasks:
-            Feeds(PrefixIndex(), tasks, context).follow(Feed(Source("a"), "m", "tcp://127.0.0.1:1"))
-            await until(lambda: len(runs) == 2)
+            feeds = Feeds(index, tasks, context)
+            feeds.follow(Feed(Source("a"), "m", "tcp://127.0.0.1:1"))
+            await until(lambda: runs and not feeds.statistics()["feeds_connected"])
+            assert held(index) == {}, "nobody hears what it removes"
+            await until(lambda: len(runs) == 2 and bool(feeds.statistics()["feeds_connected"]))
             tasks.cancel_scope.cancel()
 
 

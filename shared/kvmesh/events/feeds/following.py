@@ -140,6 +140,8 @@ class Following:
                     again_in_s=rest_s,
                     exc_info=defects,
                 )
+            if self._subscriber is not None:
+                self._subscriber.broke_off()  # what it removes meanwhile is not heard
             await anyio.sleep(rest_s)
             rest_s = min(2 * rest_s, LONGEST_REST_S)
 
