@@ -32,6 +32,7 @@ class Project:
     """
 
     name = "kvmesh-deploy-test"
+    files: tuple[Path, ...] = FILES
 
     def __init__(self, docker: Docker, env: dict[str, str]) -> None:
         self.docker = docker
@@ -52,7 +53,7 @@ class Project:
 
     def compose(self, *arguments: str, timeout_s: float = 120.0, check: bool = True, **env: str) -> str:
         """Run ``docker compose``."""
-        files = [option for file in FILES for option in ("--file", str(file))]
+        files = [option for file in self.files for option in ("--file", str(file))]
         command = ("compose", "--ansi", "never", "--progress", "plain", "--project-name", self.name, *files, *arguments)
         return Docker({**self.docker.env, **self.env, **env})(*command, timeout_s=timeout_s, check=check)
 
