@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anyio.lowlevel
 import numpy as np
 import pytest
 
 from kvmesh.config import IndexerSettings
 from kvmesh.events.index import Source
+from kvmesh.events.index.index import DumpedBlock
 from kvmesh.events.records import Stored, Tier
 from kvmesh.hashing import local_hashes, sequence_hashes
 from kvmesh.indexer.app import IndexerService
+from kvmesh.indexer.routes import DUMPED_A_TURN
 from kvmesh.net.client import HttpClient
 from kvmesh.net.service import serving
 from kvmesh.protocol.errors import ApiError
@@ -192,3 +195,38 @@ async def test_a_number_in_a_query_string_has_a_bound() -> None:
             with pytest.raises(ApiError, match="limit is") as caught:
                 await client.get("/dump?limit=" + "9" * digits)
             assert caught.value.status == 400
+
+
+async def test_others_get_their_turn_during_a_dump(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at everything, even one that shows nothing, is no reason for routers to wait."""
+    async with indexer() as client:
+        index, source, count = client.service.index, Source("w"), 20 * DUMPED_A_TURN
+        index.add(source, model="m")
+        tokens = np.arange(count * BLOCK, dtype=np.int32)
+        hashes = list(range(1, count + 1))
+        index.apply(source, [Stored(hashes=hashes, parent=None, token_ids=tokens, block_size=BLOCK, tier=Tier.DEVICE)])
+        dump, in_a_row, most, done = index.dump, 0, 0, False
+
+        def counted(source: Source) -> Iterator[DumpedBlock]:
+            nonlocal in_a_row, most
+            for block in dump(source):
+                in_a_row += 1
+                most = max(most, in_a_row)
+                yield block
+
+        async def others() -> None:
+            nonlocal in_a_row
+            while not done:
+                in_a_row = 0
+                await anyio.lowlevel.checkpoint()
+
+        monkeypatch.setattr(index, "dump", counted)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(others)
+            for filters, shown in (("", count), ("?salt=nosuch", 0), ("?limit=300", 300)):
+                (dumped,) = await client.get(f"/dump{filters}")
+                assert (dumped["num_blocks"], len(dumped["blocks"])) == (count, shown)
+                assert len({block["seq_hash"] for block in dumped["blocks"]}) == shown
+            done = True
+        assert most == DUMPED_A_TURN
+        assert await client.get("/dump?instance_id=nobody") == []
