@@ -11,6 +11,7 @@ import zmq
 
 from kvmesh.events.encoding import END_SEQUENCE, PackedTokens
 from kvmesh.events.feeds import Feed
+from kvmesh.events.index import Source
 from kvmesh.events.polling import readable, receive
 from kvmesh.events.records import Cleared, EventRecord, Removed, Stored
 from kvmesh.events.subscriber import Batch
@@ -67,6 +68,7 @@ class MergedStream:
         self._published = 0
         self._failed = 0
         self._replays = 0
+        self._hidden: set[Source] = set()
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
 
     def bind(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -116,6 +118,12 @@ class MergedStream:
         """See :class:`kvmesh.events.feeds.FeedObserver`."""
         self._publish(feed, time.time(), [AllBlocksCleared()], 0)
 
+    def hidden(self, feed: Feed, *, hidden: bool) -> None:
+        """See :class:`kvmesh.events.feeds.FeedObserver`."""
+        if hidden != (feed.source in self._hidden):
+            (self._hidden.add if hidden else self._hidden.discard)(feed.source)
+            self._publish(feed, time.time(), [], 0)
+
     def statistics(self) -> dict[str, float]:
         """What was sent, and what can be replayed."""
         return {
@@ -139,6 +147,7 @@ class MergedStream:
             salt=feed.salt,
             sequence=sequence,
             block_size=feed.block_size,
+            hidden=feed.source in self._hidden,
         )
         kept = _Kept(
             self._sequence,

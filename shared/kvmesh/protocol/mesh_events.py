@@ -47,6 +47,8 @@ class MeshOrigin(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Number of the batch in the worker's own stream."""
     block_size: int = 0
     """Tokens per block, 0: only the events say."""
+    hidden: bool = False
+    """Its connection is broken: its blocks are left out of answers until a batch says otherwise."""
 
 
 class MeshBatch(msgspec.Struct, array_like=True):

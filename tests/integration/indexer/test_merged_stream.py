@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -11,11 +12,13 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from tellers import Teller, tokens
 from waiting import until
 
 from kvmesh.cli import main as cli
 from kvmesh.config import IndexerSettings
 from kvmesh.events.decoding import decode_batch
+from kvmesh.events.index import Source
 from kvmesh.events.publisher import ZmqPublisher
 from kvmesh.events.records import Cleared, Removed, Stored, Tier
 from kvmesh.events.replay import ReplayRequest
@@ -24,6 +27,7 @@ from kvmesh.net.client import HttpClient
 from kvmesh.net.service import serving
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.events import BlockRemoved, BlockStored
+from kvmesh.protocol.members import Member, MemberEvent
 from kvmesh.protocol.mesh_events import MeshOrigin
 
 BLOCK = 4
@@ -112,6 +116,96 @@ async def test_the_replay_is_bounded(publishers: list[ZmqPublisher]) -> None:
         await http.call("POST", f"{url}/register", Any, body={**body, "instance_id": "w"})
         await until(lambda: service.statistics()["merged_batches_total"] == 30)
         assert service.statistics()["merged_kept_bytes"] <= 1000
+
+
+@pytest.mark.parametrize("in_mesh", [True, False], ids=["a member", "a foreign engine"])
+async def test_restored_blocks_are_told_again(in_mesh: bool, tmp_path: Path) -> None:
+    """A reader of the restarted indexer hears of what the snapshot had; of a member also what it keeps no batch of."""
+    teller = Teller(buffer_steps=3 if in_mesh else 100)
+    stream, replay = teller.endpoints
+    settings = IndexerSettings(
+        match_endpoint=LOOPBACK,
+        publish_endpoint=LOOPBACK,
+        publish_replay_endpoint=LOOPBACK,
+        snapshot_path=str(tmp_path / "index"),
+        snapshot_interval_s=0,
+        drain_s=1,
+    )
+    member = Member(
+        instance_id="w",
+        role="context",
+        url="http://x",
+        model="m",
+        epoch=1,
+        events_endpoint=stream,
+        replay_endpoint=replay,
+        tokens_per_block=BLOCK,
+    )
+    body = {"endpoint": stream, "replay_endpoint": replay, "modelname": "m", "instance_id": "w"}
+    joined = MemberEvent(revision=1, kind="joined", member=member)
+    try:
+        service = IndexerService(settings)
+        async with HttpClient() as http, serving(service) as url:
+            if in_mesh:
+                service._started().hear(joined)
+            else:
+                await http.call("POST", f"{url}/register", Any, body=body)
+            for number in range(1, 9):
+                teller.store(number, parent=number - 1 or None)
+            await until(lambda: service.index.num_held(Source("w")) == 8)
+        teller.store(9, parent=8)
+        teller.remove(9, 8)
+        service = IndexerService(settings)
+        async with serving(service):
+            assert service.statistics()["snapshot_restored_blocks"] == 8
+            if in_mesh:
+                service._started().hear(joined)
+            await until(lambda: service.statistics()["feeds_connected"] == 1)
+            assert service.statistics()["feed_resets_total"] == 0
+            assert service.merged is not None
+            assert service.merged.replay_endpoint is not None
+            told: dict[int, list[int]] = {}
+            hidden = True
+            for _, origin, records in await kept(service.merged.replay_endpoint):
+                hidden = origin.hidden
+                for record in records:
+                    if isinstance(record, Cleared):
+                        told.clear()
+                    elif isinstance(record, Removed):
+                        for number in record.hashes:
+                            told.pop(number, None)
+                    else:
+                        parts = record.token_ids.reshape(-1, BLOCK).tolist()
+                        told |= dict(zip(record.hashes, parts, strict=True))
+            assert told == {number: tokens(number) for number in range(1, 8)}
+            assert not hidden
+    finally:
+        teller.close()
+
+
+async def test_a_worker_that_is_not_heard_is_told_as_hidden(publishers: list[ZmqPublisher]) -> None:
+    service = IndexerService(
+        IndexerSettings(match_endpoint=LOOPBACK, publish_endpoint=LOOPBACK, publish_replay_endpoint=LOOPBACK, drain_s=1)
+    )
+    publisher = publishers[0]
+    async with HttpClient() as http, serving(service) as url:
+        publisher.publish([block(1)])
+        body = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint, "modelname": "m"}
+        await http.call("POST", f"{url}/register", Any, body={**body, "instance_id": "w"})
+        await until(lambda: service.statistics()["merged_batches_total"] == 1)
+        await until(lambda: service.statistics()["feeds_connected"] == 1)
+        publisher.shutdown()
+        await until(lambda: service.statistics()["merged_batches_total"] == 2)
+        await http.call("POST", f"{url}/unregister", Any, body={"instance_id": "w"})
+        assert service.merged is not None
+        assert service.merged.replay_endpoint is not None
+        feed = await kept(service.merged.replay_endpoint)
+        assert [(origin.hidden, len(records)) for _, origin, records in feed] == [
+            (False, 1),
+            (True, 0),
+            (True, 1),
+            (False, 0),
+        ]
 
 
 async def test_without_one_there_is_none() -> None:

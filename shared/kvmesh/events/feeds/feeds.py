@@ -380,7 +380,9 @@ class Feeds:
         if entry is None:
             return None
         resume_from = entry.resume_from()
-        if resume_from is None or entry.feed() != feed:
+        # A listened publisher's old blocks cannot be told again before its new ones: it is read anew for an observer.
+        unheard = self._observer is not None and feed.topic is not None
+        if resume_from is None or entry.feed() != feed or unheard:
             self._index.remove(feed.source)
             return None
         return resume_from
@@ -406,6 +408,7 @@ class Feeds:
         self._index.remove(running.feed.source)
         if self._observer is not None and running.following is not None:
             self._observer.cleared(running.feed)
+            self._observer.hidden(running.feed, hidden=False)
         self._tidy()
 
     def _tidy(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import aclosing
 from typing import Protocol
 
 import anyio
@@ -14,6 +15,7 @@ from kvmesh.events.feeds.drift import Drift, DriftWatch
 from kvmesh.events.feeds.feed import Feed
 from kvmesh.events.feeds.gate import Gate
 from kvmesh.events.feeds.listening import ListenedStream, Stream
+from kvmesh.events.feeds.retelling import told_again
 from kvmesh.events.index import PrefixIndex
 from kvmesh.events.items import Batch, Connected, Disconnected, Item, Reset
 from kvmesh.events.keyed import KeyRing, is_readable
@@ -39,6 +41,9 @@ class FeedObserver(Protocol):
 
     def cleared(self, feed: Feed) -> None:
         """Everything that the source held is void."""
+
+    def hidden(self, feed: Feed, *, hidden: bool) -> None:
+        """Whether the source's blocks are left out of answers, as it may be gone; also told when it is as before."""
 
 
 class Following:
@@ -89,6 +94,9 @@ class Following:
         self._observer = observer
         self.disconnected_at_s = clock.monotonic_s()
         self._resume_from = resume_from
+        self._context = context
+        self._security = security
+        self._tells_again = resume_from is not None and observer is not None
         self._subscriber: EventSubscriber | None = None
         self.stream: Stream
         if feed.topic is not None and listener is not None:
@@ -127,6 +135,7 @@ class Following:
                     if self._poller is not None:
                         tasks.start_soon(self._poller.run)
                     if self._subscriber is not None:
+                        await self._tell_again()
                         await self._subscriber.run(self._take)
                 return
             except* Exception as errors:
@@ -149,6 +158,20 @@ class Following:
         """How the listener follows it."""
         resume_from, self._resume_from = self._resume_from, None
         return Admission(self._take, self.feed.replay_endpoint, resume_from, self._keys)
+
+    async def _tell_again(self) -> None:
+        """Tell the observer of what the index has from a snapshot, before it hears what came later."""
+        if not self._tells_again or self._observer is None or self._resume_from is None:
+            return
+        self._observer.hidden(self.feed, hidden=True)  # until it has proved to be the same
+        self._observer.cleared(self.feed)
+        batches = told_again(
+            self.feed, self._resume_from.sequence, self._context, security=self._security, keys=self._keys
+        )
+        async with aclosing(batches):
+            async for batch in batches:
+                self._observer.applied(self.feed, batch)
+        self._tells_again = False
 
     def _take(self, item: Item) -> None:
         if self._gate.closed:
@@ -196,8 +219,12 @@ class Following:
                 _log.info("a worker's event stream broke off", instance_id=feed.source.instance_id)
                 self._index.hide(feed.source)
                 self.disconnected_at_s = self._clock.monotonic_s()
+                if self._observer is not None:
+                    self._observer.hidden(feed, hidden=True)
             case Connected():
                 self._index.show(feed.source)
+                if self._observer is not None:
+                    self._observer.hidden(feed, hidden=False)
 
     def end(self) -> None:
         """What still waits at the gate is of no interest any more."""
