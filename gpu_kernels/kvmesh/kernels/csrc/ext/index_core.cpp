@@ -10,8 +10,7 @@ namespace {
 
 constexpr uint64_t kSeed = 1337;  // of the rolling hash, as everybody's
 constexpr size_t kChunk = 256;    // blocks for which there is room, or none is stored
-constexpr size_t kAhead = 8;      // blocks whose slots are on their way into the CPU's cache
-constexpr size_t kRemovedAtOnce = 32;
+constexpr size_t kRemovedAtOnce = 64;
 constexpr uint64_t kRootZero = 0;  // some engines write 0 where others write nil: no parent
 constexpr size_t kDissolvedAtOnce = 4096;
 
@@ -24,6 +23,30 @@ uint64_t rolled(uint64_t parent, uint64_t local) {
 }
 
 }  // namespace
+
+// Blocks of a run that one step has changed, and which are yet to be counted.
+struct Core::Plain {
+  States& states;
+  Counters& counters;
+  const Step& step;
+  uint32_t uncounted = 0;
+  uint64_t num_blocks = 0, sum = 0;
+
+  ~Plain() { settle(); }
+  void add(uint64_t hash) {
+    ++uncounted;
+    ++num_blocks;
+    sum += mixed(hash);
+  }
+  // Before the step, or a state's number of users, is looked at.
+  void settle() {
+    if (uncounted == 0) return;
+    states.use(step.to, uncounted);
+    states.drop(step.from, uncounted);
+    counters.residencies += uncounted;
+    uncounted = 0;
+  }
+};
 
 Core::Core(size_t max_bytes) : states(&bytes_), nodes(&bytes_, states), max_bytes_(max_bytes) {
   bytes_ += sizeof(Core);
@@ -262,27 +285,43 @@ void Core::hold_chunk(Source& source, uint32_t tree, uint32_t* parent, const Run
   Held& held = source.tables[run.tier];
   const uint64_t *hashes = run.hashes + begin, *locals = run.locals + begin;
   uint64_t keys[kChunk];
+  uint32_t node_tags[kChunk], held_tags[kChunk];
+  // All slots and nodes that will be read are fetched first, in loops so short that many fetches overlap.
+  for (size_t i = 0; i < count; ++i) held.prefetch_slot(held_tags[i] = held.tag(hashes[i]));
   for (size_t i = 0; i < count; ++i) {
     if (i > 0) {
       keys[i] = rolled(keys[i - 1], locals[i]);
     } else {
       keys[i] = *parent == kNone ? locals[i] : rolled(nodes[*parent].key, locals[i]);
     }
+    nodes.prefetch_slot_tagged(node_tags[i] = Nodes::tag(tree, keys[i]));
   }
-  for (size_t i = 0; i < kAhead && i < count; ++i) {
-    nodes.prefetch(tree, keys[i]);
-    held.prefetch(hashes[i]);
-  }
+  for (size_t i = 0; i < count; ++i) nodes.prefetch_tagged(node_tags[i]);
   size_t duplicates = 0;
   Status above = *parent == kNone ? kRoot : status(*parent, source);
   Step step;
+  Plain plain{states, counters, step};
   for (size_t i = 0; i < count; ++i) {
-    if (i + kAhead < count) {
-      nodes.prefetch(tree, keys[i + kAhead]);
-      held.prefetch(hashes[i + kAhead]);
+    size_t node_free = 0, held_free = 0;
+    uint32_t node = nodes.find_tagged(node_tags[i], tree, keys[i], &node_free);
+    if (node == kNone) node = nodes.add_at(node_free, node_tags[i], tree, keys[i], *parent);
+    const uint32_t at = held.find_tagged(held_tags[i], hashes[i], &held_free);
+    const Node& there = nodes[node];
+    if (at == kNone && step.plain && there.state == step.from && above == step.above &&
+        (there.first_child == kNone || !step.gains || source.unready == 0)) {
+      try {
+        held.append_at(held_free, held_tags[i], hashes[i], node);
+      } catch (...) {
+        nodes.prune(node);
+        throw;
+      }
+      nodes[node].state = step.to;
+      plain.add(hashes[i]);
+      above = step.after;
+      *parent = node;
+      continue;
     }
-    uint32_t node = nodes.find_or_add(tree, keys[i], *parent);
-    const uint32_t at = held.find(hashes[i]);
+    plain.settle();
     if (at != kNone && held.node(at) == node) {
       ++duplicates;
     } else {
@@ -302,6 +341,8 @@ void Core::hold_chunk(Source& source, uint32_t tree, uint32_t* parent, const Run
     above = nodes[node].state == step.to ? step.after : status(node, source);
     *parent = node;
   }
+  plain.settle();
+  if (plain.num_blocks > 0) source.tell(run.tier, nodes.tree(tree).scope, plain.num_blocks, plain.sum);
   counters.stored += count - duplicates;
   counters.duplicates += duplicates;
 }
@@ -310,7 +351,9 @@ void Core::hold(Source& source, int tier, uint64_t hash, uint32_t node, Status a
   const uint32_t state = nodes[node].state;
   if (state != step->from || above != step->above) {
     const Status before = status(node, source), after = status_below(above, before | held_in(tier));
-    *step = {state, above, before, after, states.changed(state, source.number, after)};
+    const bool plain = (before & held_in(tier)) == 0 && unready(before) == 0 && unready(after) == 0;
+    *step = {state, above, before, after, states.changed(state, source.number, after), plain,
+             (before ^ after) >> kTiers != 0};
   }
   if ((step->before & held_in(tier)) == 0) {
     set_state(node, source, *step);
@@ -318,7 +361,7 @@ void Core::hold(Source& source, int tier, uint64_t hash, uint32_t node, Status a
     source.add_twin(tier, node);
   }
   source.tables[tier].append(hash, node);
-  source.tell(tier, nodes.scope_of(node), hash);
+  source.tell(tier, nodes.scope_of(node), 1, mixed(hash));
   ++counters.residencies;
 }
 
@@ -363,7 +406,7 @@ Status Core::status_above(uint32_t node, const Source& source) const {
 
 void Core::clear_held(Source& source, int tier, uint32_t node) {
   const Status held = status(node, source) & kHeldMask & ~held_in(tier);
-  set_status(node, source, status_above(node, source), held);
+  set_status(node, source, held == 0 ? Status{0} : status_above(node, source), held);
   nodes.prune(node);
 }
 
@@ -405,11 +448,13 @@ void Core::remove(uint32_t stream, int tier, const uint64_t* hashes, size_t coun
   Held& held = source.tables[tier];
   for (size_t begin = 0; begin < count; begin += kRemovedAtOnce) {
     const size_t end = std::min(count, begin + kRemovedAtOnce);
-    // Everything that removal reads is fetched before any of it is needed.
-    uint32_t found[kRemovedAtOnce];
-    for (size_t i = begin; i < end; ++i) held.prefetch(hashes[i]);
+    // Everything that removal reads is fetched before any of it is needed, as in hold_chunk.
+    uint32_t tags[kRemovedAtOnce], found[kRemovedAtOnce];
+    for (size_t i = begin; i < end; ++i) held.prefetch_slot(tags[i - begin] = held.tag(hashes[i]));
+    for (size_t i = begin; i < end; ++i) held.prefetch_tagged(tags[i - begin]);
     for (size_t i = begin; i < end; ++i)
-      if ((found[i - begin] = held.find(hashes[i])) != kNone) nodes.prefetch(held.node(found[i - begin]));
+      if ((found[i - begin] = held.find_tagged(tags[i - begin], hashes[i])) != kNone)
+        nodes.prefetch(held.node(found[i - begin]));
     for (size_t i = begin; i < end; ++i)
       if (found[i - begin] != kNone) nodes.prefetch_slot(held.node(found[i - begin]));
     for (size_t i = begin; i < end; ++i) {

@@ -108,7 +108,11 @@ class Core {
     uint32_t from = kNone;
     Status above = 0, before = 0, after = 0;
     uint32_t to = kNone;
+    // It begins to hold the block, no less ready than it could be; so its readiness changes.
+    bool plain = false, gains = false;
   };
+
+  struct Plain;
 
   static void set_bit(std::vector<uint64_t>& mask, uint32_t number, bool value);
   uint32_t new_number();

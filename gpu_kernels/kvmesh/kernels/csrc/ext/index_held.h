@@ -25,10 +25,20 @@ class Held {
   uint32_t end() const { return end_; }
 
   // Its position, or kNone.
-  uint32_t find(uint64_t hash) const {
-    return table_.find(tag(hash), [&](uint32_t at) { return ((hashes_[at] ^ hash) & mask_) == 0; });
+  uint32_t find(uint64_t hash) const { return find_tagged(tag(hash), hash); }
+  // With a tag that the caller has from `tag`, as below. Where there is none, `free` is where append_at may put it.
+  uint32_t find_tagged(uint32_t tag, uint64_t hash, size_t* free = nullptr) const {
+    return table_.find(tag, [&](uint32_t at) { return ((hashes_[at] ^ hash) & mask_) == 0; }, free);
   }
-  void prefetch(uint64_t hash) const { table_.prefetch(tag(hash)); }
+  uint32_t tag(uint64_t hash) const { return tag_of(hash & mask_); }
+  void prefetch_slot(uint32_t tag) const { table_.prefetch(tag); }
+  // Once the slot is there: the entry that it most likely names.
+  void prefetch_tagged(uint32_t tag) const {
+    const uint32_t at = table_.peek(tag);
+    if (at == kNone) return;
+    __builtin_prefetch(hashes_.data() + at);
+    __builtin_prefetch(nodes_.data() + at);
+  }
   uint64_t hash(uint32_t at) const { return hashes_[at]; }
   uint32_t node(uint32_t at) const { return nodes_[at]; }  // kNone where an entry has been erased
   bool holds(uint32_t at) const { return at < end_ && nodes_[at] != kNone; }
@@ -36,6 +46,11 @@ class Held {
   // As the newest; there must be room.
   void append(uint64_t hash, uint32_t node) {
     table_.insert(tag(hash), end_);
+    hashes_[end_] = hash;
+    nodes_[end_++] = node;
+  }
+  void append_at(size_t free, uint32_t tag, uint64_t hash, uint32_t node) {
+    table_.insert_at(free, tag, end_);
     hashes_[end_] = hash;
     nodes_[end_++] = node;
   }
@@ -62,7 +77,6 @@ class Held {
 
  private:
   size_t capacity() const { return std::min(hashes_.capacity(), nodes_.capacity()); }
-  uint32_t tag(uint64_t hash) const { return tag_of(hash & mask_); }
   size_t gaps() const { return end_ - count(); }
   bool squeezing_will_do(size_t count) const { return gaps() >= count + this->count() / 8; }
   void squeeze();

@@ -94,20 +94,30 @@ class Nodes {
 
   // The node, or kNone; then `free` is where add_at may put it.
   uint32_t find(uint32_t tree, uint64_t key, size_t* free = nullptr) const {
-    const auto equal = [&](uint32_t node) { return nodes_[node].key == key && nodes_[node].tree() == tree; };
-    return table_.find(tag(tree, key), equal, free);
+    return find_tagged(tag(tree, key), tree, key, free);
   }
-  void prefetch(uint32_t tree, uint64_t key) const { table_.prefetch(tag(tree, key)); }
-  void prefetch_slot(uint32_t node) const { prefetch(nodes_[node].tree(), nodes_[node].key); }
+  // With a tag that the caller has from `tag`, as below.
+  uint32_t find_tagged(uint32_t tag, uint32_t tree, uint64_t key, size_t* free) const {
+    const auto equal = [&](uint32_t node) { return nodes_[node].key == key && nodes_[node].tree() == tree; };
+    return table_.find(tag, equal, free);
+  }
+  static uint32_t tag(uint32_t tree, uint64_t key) { return tag_of(key ^ (tree + 1) * 0xD6E8FEB86659FD93u); }
+  void prefetch_slot_tagged(uint32_t tag) const { table_.prefetch(tag); }
+  void prefetch_slot(uint32_t node) const { table_.prefetch(tag(nodes_[node].tree(), nodes_[node].key)); }
+  // Once the slot is there: the node that it most likely names.
+  void prefetch_tagged(uint32_t tag) const {
+    const uint32_t node = table_.peek(tag);
+    if (node != kNone) prefetch(node);
+  }
   void prefetch(uint32_t node) const { __builtin_prefetch(nodes_.data() + node); }
 
   // The node, or a new one; there must be room for it.
   uint32_t find_or_add(uint32_t tree, uint64_t key, uint32_t parent) {
     size_t free = 0;
     const uint32_t node = find(tree, key, &free);
-    return node == kNone ? add_at(free, tree, key, parent) : node;
+    return node == kNone ? add_at(free, tag(tree, key), tree, key, parent) : node;
   }
-  uint32_t add_at(size_t free, uint32_t tree, uint64_t key, uint32_t parent);
+  uint32_t add_at(size_t free, uint32_t tag, uint32_t tree, uint64_t key, uint32_t parent);
   // Takes out a node that nobody holds and that has nothing below it, and its ancestors likewise.
   void prune(uint32_t node);
   void set_state(uint32_t node, uint32_t state) {
@@ -124,7 +134,6 @@ class Nodes {
   std::vector<uint32_t> compact();
 
  private:
-  static uint32_t tag(uint32_t tree, uint64_t key) { return tag_of(key ^ (tree + 1) * 0xD6E8FEB86659FD93u); }
   size_t num_free() const { return end_ - table_.count(); }
 
   size_t* account_;

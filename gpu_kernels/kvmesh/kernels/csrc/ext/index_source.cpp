@@ -71,10 +71,10 @@ Digest& Source::digest(uint64_t key) {
   return *last_digest_;
 }
 
-void Source::tell(int tier, uint32_t scope, uint64_t hash) {
+void Source::tell(int tier, uint32_t scope, uint64_t num_blocks, uint64_t sum) {
   Digest& digest = this->digest(digest_key(tier, scope));
-  ++digest.num_blocks;
-  digest.sum += mixed(hash);
+  digest.num_blocks += num_blocks;
+  digest.sum += sum;
 }
 
 void Source::take_back(int tier, uint32_t scope, uint64_t hash) {

@@ -90,7 +90,7 @@ struct Source {
   // How many further hashes the engine has for the same block in the same tier.
   void add_twin(int tier, uint32_t node) { ++twins[twin_key(tier, node)]; }
   bool drop_twin(int tier, uint32_t node);
-  void tell(int tier, uint32_t scope, uint64_t hash);
+  void tell(int tier, uint32_t scope, uint64_t num_blocks, uint64_t sum);
   void take_back(int tier, uint32_t scope, uint64_t hash);
   static uint64_t digest_key(int tier, uint32_t scope) { return static_cast<uint64_t>(scope) << 2 | tier; }
   static uint64_t twin_key(int tier, uint32_t node) { return static_cast<uint64_t>(tier) << 32 | node; }

@@ -151,7 +151,7 @@ uint32_t States::interned(const State& state) {
 
 void States::sweep() {
   cache_.fill({});
-  last_ = {};
+  known_.fill({});
   std::vector<bool> wanted(sets_.end());
   for (uint32_t state = 1; state < end_; ++state) {
     State& entry = states_[state];

@@ -87,8 +87,9 @@ class States {
   explicit States(size_t* account) : sets_(account), states_(account), table_(account) {}
 
   Status status(uint32_t state, uint32_t source) const {
-    if (state != last_.state || source != last_.source) last_ = {state, source, computed(state, source), 0};
-    return static_cast<Status>(last_.status);
+    Known& known = known_[(state ^ source * 0x9E3779B1u) % kKnown];
+    if (known.state != state || known.source != source) known = {state, source, computed(state, source)};
+    return known.status;
   }
   // The state that differs from `state` in one source's status only. Not yet counted as used.
   uint32_t changed(uint32_t state, uint32_t source, Status status);
@@ -96,12 +97,14 @@ class States {
   Sets::View held(uint32_t state, int tier) const { return sets_.view(set(state, tier)); }
   uint32_t ready_set(uint32_t state, int tier) const { return set(state, kTiers + tier); }
 
-  // One node more, or less, has this state.
-  void use(uint32_t state) {
-    if (state != kNobody && states_[state].users++ == 0) --unused_;
+  // So many nodes more, or less, have this state; not none.
+  void use(uint32_t state, uint32_t nodes = 1) {
+    if (state == kNobody) return;
+    if (states_[state].users == 0) --unused_;
+    states_[state].users += nodes;
   }
-  void drop(uint32_t state) {
-    if (state != kNobody && --states_[state].users == 0) ++unused_;
+  void drop(uint32_t state, uint32_t nodes = 1) {
+    if (state != kNobody && (states_[state].users -= nodes) == 0) ++unused_;
   }
 
   // Frees what no node has; to be called between changes, when it is time.
@@ -115,6 +118,11 @@ class States {
   struct State {
     uint32_t sets[kSets];
     uint32_t users;
+  };
+  static constexpr size_t kKnown = 64;
+  struct Known {
+    uint32_t state, source;
+    Status status;
   };
   struct Change {
     uint32_t state, source, status, result;
@@ -131,7 +139,7 @@ class States {
   size_t unused_ = 0;
   std::vector<uint32_t> free_;
   std::array<Change, kCached> cache_{};  // an entry of zeros is true
-  mutable Change last_{};  // the status that was asked for last
+  mutable std::array<Known, kKnown> known_{};  // what was asked for lately; zeros are true
 };
 
 }  // namespace kvmesh::index

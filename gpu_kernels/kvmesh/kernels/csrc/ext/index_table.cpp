@@ -4,51 +4,49 @@
 namespace kvmesh::index {
 
 void Table::extend(size_t end) {
-  slots_.set_capacity(end);
-  for (size_t slot = end_; slot < end; ++slot) slots_[slot] = {0, kNone};
+  lines_.set_capacity(end);
+  if (end > end_)
+    std::memset(static_cast<void*>(lines_.data() + end_), 0xFF, (end - end_) * sizeof(Line));  // numbers kNone
   end_ = end;
 }
 
 void Table::resize(size_t count) {
   const size_t homes = homes_for(std::max(count, count_)), before = end_;
   if (homes >= homes_) {
-    extend(std::max(end_, slots_for(homes)));
+    extend(std::max(end_, lines_for(homes)));
     homes_ = homes;
     spread(before);
     return;
   }
   Table smaller(*this, homes);
-  for (size_t slot = 0; slot < end_; ++slot)
-    if (slots_[slot].number != kNone) smaller.insert(slots_[slot].tag, slots_[slot].number);
-  slots_.swap(smaller.slots_);
+  for (size_t at = 0; at < end_; ++at)
+    for (uint32_t slot = 0, used = lines_[at].used(); slot < used; ++slot)
+      smaller.insert(lines_[at].tags[slot], lines_[at].numbers[slot]);
+  lines_.swap(smaller.lines_);
   homes_ = homes;
   end_ = smaller.end_;
 }
 
-// Moves every entry to where it belongs now, one run of neighbours after the other, the last first. No home is before
-// the run that the entry was in, so what has been moved need not move again.
+// Moves every entry to where it belongs now: the last line first, and with each line the full ones before it, whose
+// entries may have gone on into it. Their homes are not before these lines: what has been moved need not move again.
 void Table::spread(size_t end) {
-  size_t longest = 0, length = 0;
-  for (size_t slot = 0; slot < end; ++slot) {
-    length = slots_[slot].number == kNone ? 0 : length + 1;
+  size_t longest = 1, length = 1;
+  for (size_t at = 0; at < end; ++at) {
+    length = lines_[at].full() ? length + 1 : 1;
     longest = std::max(longest, length);
   }
   moving_.resize(longest);
   count_ = 0;
   while (end > 0) {
-    if (slots_[end - 1].number == kNone) {
-      --end;
-      continue;
-    }
     size_t moving = 0;
-    while (end > 0 && slots_[end - 1].number != kNone) {
+    do {
       --end;
-      moving_[moving++] = slots_[end];
-      slots_[end].number = kNone;
-    }
+      moving_[moving++] = lines_[end];
+      std::memset(static_cast<void*>(lines_.data() + end), 0xFF, sizeof(Line));
+    } while (end > 0 && lines_[end - 1].full());
     while (moving > 0) {
-      --moving;
-      insert(moving_[moving].tag, moving_[moving].number);
+      const Line& line = moving_[--moving];
+      for (uint32_t slot = 0, used = line.used(); slot < used; ++slot) insert(line.tags[slot], line.numbers[slot]);
     }
   }
   moving_ = {};

@@ -1,10 +1,16 @@
 // The open-addressing table that finds nodes by prefix hash and blocks by the engine's hash.
 //
-// A slot is a number and 32 bits of its key's hash, its tag: most look-ups read one cache line here and the key itself
-// once. A number's home is its tag scaled to the number of homes, so these need not be powers of two, and homes keep
-// their order when the table grows: it grows in its place, from the end on. Linear probing without wrapping around, into
-// some slots more than homes; deletion shifts the entries behind back, so that no tombstones pile up.
+// An entry is a number and 32 bits of its key's hash, its tag. Eight of them make a line, of the size of a cache line,
+// whose tags are compared all at once: most look-ups read one line here and the key itself once. A number's home is the
+// line that its tag names, scaled to the number of homes, so these need not be powers of two, and homes keep their order
+// when the table grows: it grows in its place, from the end on. An entry is in its home or, where that and all lines
+// between are full, behind it, without wrapping around, in some lines more than homes; deletion moves entries back, so
+// that no tombstones pile up.
 #pragma once
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #include <cstdint>
 #include <random>
@@ -30,94 +36,157 @@ inline uint32_t tag_of(uint64_t key) { return tag_of(key, secret_multiplier()); 
 
 class Table {
  public:
-  explicit Table(size_t* account) : slots_(account) {}
+  explicit Table(size_t* account) : lines_(account) {}
 
   size_t count() const { return count_; }
-  size_t bytes() const { return slots_.bytes(); }
+  size_t bytes() const { return lines_.bytes(); }
   bool has_room(size_t more) const { return count_ + more <= limit(homes_); }
-  static size_t bytes_for(size_t count) { return Array<Slot>::bytes_for(slots_for(homes_for(count))); }
+  static size_t bytes_for(size_t count) { return Array<Line>::bytes_for(lines_for(homes_for(count))); }
 
   // How many entries to make room for when `needed` do not fit.
   size_t grown_for(size_t needed) const { return std::max(needed, limit(homes_) * 2); }
 
-  void prefetch(uint32_t tag) const { __builtin_prefetch(slots_.data() + home(tag)); }
+  void prefetch(uint32_t tag) const { __builtin_prefetch(lines_.data() + home(tag)); }
+
+  // A number in its home with this tag, whose key may be another; kNone where there is none.
+  uint32_t peek(uint32_t tag) const {
+    if (homes_ == 0) return kNone;
+    const Line& line = lines_[home(tag)];
+    const uint32_t same = line.same(tag);
+    return same == 0 ? kNone : line.numbers[__builtin_ctz(same)];
+  }
 
   // The number with this tag for which `equal` holds, or kNone; then `free` is where it can be inserted.
   template <typename Equal>
   uint32_t find(uint32_t tag, const Equal& equal, size_t* free = nullptr) const {
     if (homes_ == 0) return kNone;
-    size_t slot = home(tag);
-    for (;; ++slot) {
-      const Slot entry = slots_[slot];
-      if (entry.number == kNone) break;
-      if (entry.tag == tag && equal(entry.number)) return entry.number;
+    size_t at = home(tag);
+    for (;; ++at) {
+      const Line& line = lines_[at];
+      for (uint32_t same = line.same(tag); same != 0; same &= same - 1) {
+        const uint32_t number = line.numbers[__builtin_ctz(same)];
+        if (number != kNone && equal(number)) return number;
+      }
+      if (!line.full()) break;
     }
-    if (free != nullptr) *free = slot;
+    if (free != nullptr) *free = at;
     return kNone;
   }
 
   // There must be room. Throws bad_alloc only where entries crowd at the very end.
   void insert(uint32_t tag, uint32_t number) {
-    size_t slot = home(tag);
-    while (slots_[slot].number != kNone) ++slot;
-    insert_at(slot, tag, number);
+    size_t at = home(tag);
+    while (lines_[at].full()) ++at;
+    insert_at(at, tag, number);
   }
-  void insert_at(size_t slot, uint32_t tag, uint32_t number) {
-    if (slot + 1 == end_) extend(end_ + kSpill);  // the last slot stays empty
-    slots_[slot] = {tag, number};
+  void insert_at(size_t free, uint32_t tag, uint32_t number) {
+    const uint32_t used = lines_[free].used();
+    if (used + 1 == kWidth && free + 1 == end_) extend(end_ + kSpill);  // the last line is never full
+    lines_[free].tags[used] = tag;
+    lines_[free].numbers[used] = number;
     ++count_;
   }
 
   // The entry must be there.
-  void renumber(uint32_t tag, uint32_t number, uint32_t now) { slots_[slot_of(tag, number)].number = now; }
+  void renumber(uint32_t tag, uint32_t number, uint32_t now) {
+    const Place place = place_of(tag, number);
+    lines_[place.line].numbers[place.slot] = now;
+  }
 
   // The entry must be there.
   void erase(uint32_t tag, uint32_t number) {
-    size_t hole = slot_of(tag, number);
-    for (size_t slot = hole + 1; slots_[slot].number != kNone; ++slot) {
-      if (home(slots_[slot].tag) > hole) continue;
-      slots_[hole] = slots_[slot];
-      hole = slot;
-    }
-    slots_[hole].number = kNone;
+    Place hole = place_of(tag, number);
     --count_;
+    for (size_t at = hole.line; lines_[at].full();) {
+      // Whatever has passed this line because it was full must not be behind it any more.
+      Line& next = lines_[++at];
+      const uint32_t used = next.used();
+      uint32_t slot = 0;
+      while (slot < used && home(next.tags[slot]) > hole.line) ++slot;
+      if (slot == used) continue;
+      lines_[hole.line].put(hole.slot, next.tags[slot], next.numbers[slot]);
+      hole = {at, slot};
+    }
+    lines_[hole.line].remove(hole.slot);
   }
 
   // Gives every number another one.
   template <typename Rename>
   void rename(const Rename& renamed) {
-    for (size_t slot = 0; slot < end_; ++slot)
-      if (slots_[slot].number != kNone) slots_[slot].number = renamed(slots_[slot].number);
+    for (size_t at = 0; at < end_; ++at)
+      for (uint32_t& number : lines_[at].numbers)
+        if (number != kNone) number = renamed(number);
   }
 
   // Makes room for `count` entries and no more; not fewer than there are.
   void resize(size_t count);
 
  private:
-  struct Slot {
-    uint32_t tag;
-    uint32_t number;
-  };
-  static constexpr size_t kSpill = 64;
+  static constexpr uint32_t kWidth = 8;
+  static constexpr size_t kSpill = 8;
 
-  static size_t homes_for(size_t count) { return count == 0 ? 0 : std::max<size_t>(8, count * 4 / 3 + 2); }
-  static size_t limit(size_t homes) { return homes == 0 ? 0 : (homes - 1) * 3 / 4; }
-  static size_t slots_for(size_t homes) { return homes == 0 ? 0 : homes + std::min(homes, kSpill) + 1; }
+  // Entries without gaps, then numbers kNone.
+  struct Line {
+    uint32_t tags[kWidth];
+    uint32_t numbers[kWidth];
+
+    bool full() const { return numbers[kWidth - 1] != kNone; }
+    // The slots with this tag, as bits; those without an entry may be among them.
+    uint32_t same(uint32_t tag) const { return equal(tags, tag); }
+    uint32_t used() const { return static_cast<uint32_t>(__builtin_ctz(equal(numbers, kNone) | 1u << kWidth)); }
+    void put(uint32_t slot, uint32_t tag, uint32_t number) {
+      tags[slot] = tag;
+      numbers[slot] = number;
+    }
+    void remove(uint32_t slot) {
+      const uint32_t last = used() - 1;
+      put(slot, tags[last], numbers[last]);
+      numbers[last] = kNone;
+    }
+
+   private:
+    static uint32_t equal(const uint32_t* values, uint32_t value) {
+#ifdef __SSE2__
+      const __m128i wanted = _mm_set1_epi32(static_cast<int>(value));
+      const auto* halves = reinterpret_cast<const __m128i*>(values);
+      const __m128i low = _mm_cmpeq_epi32(_mm_loadu_si128(halves), wanted);
+      const __m128i high = _mm_cmpeq_epi32(_mm_loadu_si128(halves + 1), wanted);
+      const __m128i words = _mm_packs_epi32(low, high);
+      return static_cast<uint32_t>(_mm_movemask_epi8(_mm_packs_epi16(words, _mm_setzero_si128())));
+#else
+      uint32_t bits = 0;
+      for (uint32_t slot = 0; slot < kWidth; ++slot) bits |= static_cast<uint32_t>(values[slot] == value) << slot;
+      return bits;
+#endif
+    }
+  };
+  struct Place {
+    size_t line;
+    uint32_t slot;
+  };
+
+  // Three quarters of the homes' slots are used at most.
+  static constexpr size_t kUsed = kWidth * 3 / 4;
+  static size_t homes_for(size_t count) { return (count + kUsed - 1) / kUsed; }
+  static size_t limit(size_t homes) { return homes * kUsed; }
+  static size_t lines_for(size_t homes) { return homes == 0 ? 0 : homes + std::min(homes, kSpill) + 1; }
   size_t home(uint32_t tag) const { return static_cast<uint64_t>(tag) * homes_ >> 32; }
-  size_t slot_of(uint32_t tag, uint32_t number) const {
-    size_t slot = home(tag);
-    while (slots_[slot].number != number) ++slot;
-    return slot;
+  Place place_of(uint32_t tag, uint32_t number) const {
+    for (size_t at = home(tag);; ++at)
+      for (uint32_t same = lines_[at].same(tag); same != 0; same &= same - 1) {
+        const auto slot = static_cast<uint32_t>(__builtin_ctz(same));
+        if (lines_[at].numbers[slot] == number) return {at, slot};
+      }
   }
-  Table(const Table& larger, size_t homes) : slots_(larger.slots_.account()), homes_(homes) { extend(slots_for(homes)); }
+  Table(const Table& larger, size_t homes) : lines_(larger.lines_.account()), homes_(homes) { extend(lines_for(homes)); }
   void extend(size_t end);
   void spread(size_t end);
 
-  Array<Slot> slots_;
+  Array<Line> lines_;
   size_t homes_ = 0;
-  size_t end_ = 0;  // slots in use, of which the last is empty
+  size_t end_ = 0;  // lines in use, of which the last is not full
   size_t count_ = 0;
-  std::vector<Slot> moving_;  // empty but while the table grows
+  std::vector<Line> moving_;  // empty but while the table grows
 };
 
 }  // namespace kvmesh::index
