@@ -75,7 +75,7 @@ TLS: dict[str, Any] = {
     },
     "discovery": "endpointslice",
     "monitoring": {"serviceMonitor": {"enabled": True}},
-    "etcd": {"replicas": 3, "persistence": {"enabled": False}},
+    "etcd": {"persistence": {"enabled": False}},
 }
 LEAST: dict[str, Any] = {
     "clusterSecret": {"existingSecret": "mine", "key": "token"},

@@ -64,9 +64,14 @@ coordinator_url: {{ include "kvmesh.coordinatorUrls" (index . 0) | quote }}
 
 {{- define "kvmesh.config.coordinator" -}}
 {{- $root := index . 0 -}}
+{{- $values := $root.Values.coordinator -}}
 port: 8400
 {{- with include "kvmesh.etcdEndpoints" $root }}
 etcd_endpoints: {{ . }}
+{{- if not (get $values.settings "cluster_name") }}
+# An external etcd may have several meshes.
+cluster_name: {{ $root.Release.Namespace }}.{{ include "kvmesh.fullname" $root }}
+{{- end }}
 {{- end }}
 {{- if ne $root.Values.discovery "none" }}
 discovery:

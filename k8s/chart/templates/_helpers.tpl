@@ -275,6 +275,9 @@ annotations:
 {{/* Downloads a built-in model once for the pod. Takes (list root tag). */}}
 {{- define "kvmesh.modelInit" -}}
 {{- $root := index . 0 -}}
+{{- if and (not $root.Values.model.fetch) (not $root.Values.model.volume) }}
+{{- fail "model.volume must name the volume that has the model when model.fetch is false" }}
+{{- end }}
 {{- if $root.Values.model.fetch }}
 initContainers:
   - name: model
@@ -307,12 +310,31 @@ initContainers:
 {{- end -}}
 {{- end -}}
 
+{{/*
+How many pods; nothing where somebody else says it. What runs then stays: a number that goes missing would mean one.
+Takes (list root kind name values).
+*/}}
+{{- define "kvmesh.replicas" -}}
+{{- $values := index . 3 -}}
+{{- if or $values.autoscaling.enabled (kindIs "invalid" $values.replicas) -}}
+{{- with lookup "apps/v1" (index . 1) (index . 0).Release.Namespace (index . 2) }}{{ .spec.replicas }}{{ end -}}
+{{- else -}}
+{{ $values.replicas }}
+{{- end -}}
+{{- end -}}
+
 {{/* A HorizontalPodAutoscaler. Takes (list root component kind). */}}
 {{- define "kvmesh.hpa" -}}
 {{- $root := index . 0 -}}
 {{- $component := index . 1 -}}
 {{- $scaling := (get $root.Values $component).autoscaling -}}
 {{- $name := printf "%s-%s" (include "kvmesh.fullname" $root) $component -}}
+{{- if and $scaling.enabled (gt (int $scaling.minReplicas) (int $scaling.maxReplicas)) }}
+{{- fail (printf "%s.autoscaling.minReplicas is above maxReplicas" $component) }}
+{{- end }}
+{{- if and $scaling.enabled (not $scaling.metrics) (not (get $scaling "targetCPUUtilizationPercentage")) }}
+{{- fail (printf "%s.autoscaling.metrics must say by what to scale; docs/kubernetes.md has examples" $component) }}
+{{- end }}
 {{- if and $scaling.enabled ($root.Capabilities.APIVersions.Has "autoscaling/v2") }}
 ---
 apiVersion: autoscaling/v2

@@ -340,8 +340,16 @@ def test_members_know_every_coordinator_by_name() -> None:
     assert chart.settings("coordinator")["etcd_endpoints"] == ["http://r1-kvmesh-etcd-0.r1-kvmesh-etcd:2379"]
     arguments = chart.pod("coordinator")["containers"][0]["args"]
     advertised = arguments[arguments.index("--advertise-url") + 1]
-    assert advertised.replace("$(POD_NAME)", "r1-kvmesh-coordinator-1") == urls[1]
+    # With the namespace: what is stored in an external etcd must not be taken for another mesh's.
+    assert advertised == urls[1].replace("r1-kvmesh-coordinator-1", "$(POD_NAME)").replace(":8400", ".mesh:8400")
     assert "etcd_endpoints" not in render(LEAST).settings("coordinator")
+
+
+def test_meshes_at_one_etcd_do_not_meet() -> None:
+    assert render(DEFAULT).settings("coordinator")["cluster_name"] == "mesh.r1-kvmesh"
+    chosen = {**DEFAULT, "coordinator": {"settings": {"cluster_name": "shared"}}}
+    assert render(chosen).settings("coordinator")["cluster_name"] == "shared"
+    CoordinatorSettings(cluster_name=render(DEFAULT).settings("coordinator")["cluster_name"])
 
 
 def test_networks_admit_who_needs_it() -> None:
@@ -355,8 +363,8 @@ def test_networks_admit_who_needs_it() -> None:
         if component != "router"
     }
     assert who["etcd"] == {"coordinator", "etcd"}
-    assert who["indexer"] == {"router"}
-    assert who["generation"] == who["context"] == {"router", "context", "generation", "indexer"}
+    assert who["indexer"] == {"router", "coordinator"}
+    assert who["generation"] == who["context"] == {"router", "context", "generation", "indexer", "coordinator"}
     clients = policies["router"][0]["from"]
     assert {"namespaceSelector": {"matchLabels": {"name": "apps"}}} in clients
     assert all(len(policies[component]) == 2 for component in SETTINGS), "monitoring may scrape each service"

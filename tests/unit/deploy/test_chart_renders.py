@@ -108,6 +108,13 @@ def test_older_helm_refuses_them_too() -> None:
         ({"etcd": {"mode": "none"}, "coordinator": {"replicas": 2}}, "coordinator.replicas above 1 needs etcd"),
         ({"etcd": {"mode": "external"}}, "etcd.endpoints must name the members"),
         ({"gateway": {"enabled": True}}, "gateway.parentRefs must name a Gateway"),
+        ({"etcd": {"replicas": 3, "persistence": {"enabled": False}}}, "etcd.replicas above 1 needs etcd.persistence"),
+        ({"model": {"fetch": False}}, "model.volume must name the volume"),
+        ({"context": {"autoscaling": {"enabled": True}}}, "context.autoscaling.metrics must say by what to scale"),
+        (
+            {"router": {"autoscaling": {"enabled": True, "minReplicas": 5, "maxReplicas": 2}}},
+            "router.autoscaling.minReplicas is above maxReplicas",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_sentence(values: dict[str, Any], sentence: str) -> None:

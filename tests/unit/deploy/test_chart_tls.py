@@ -77,6 +77,7 @@ def test_every_service_speaks_it(values: dict[str, Any]) -> None:
     assert endpoint.startswith("https://")
     etcd = " ".join(chart.pod("etcd")["containers"][0]["args"])
     assert "--client-cert-auth" in etcd
+    assert "--peer-client-cert-auth" in etcd, "whoever may speak raft may write anything"
     assert "http://0.0.0.0:2379" not in etcd
 
 
