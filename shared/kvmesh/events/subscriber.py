@@ -99,6 +99,8 @@ class EventSubscriber:
         self._asked = asyncio.Event()
         """Something besides the sockets wants the loop's attention."""
         self._resync_reason: str | None = None
+        self._received: list[bytes] | None = None
+        """The message of the stream that is next."""
 
     @property
     def connected(self) -> bool:
@@ -151,6 +153,7 @@ class EventSubscriber:
             zmq.ZMQError: the endpoint is not one.
         """
         self._ordered.deliver = deliver
+        self._received = None
         stream = self._context.socket(zmq.SUB)
         monitor = stream.get_monitor_socket(_MONITORED)
         try:
@@ -172,13 +175,16 @@ class EventSubscriber:
     async def _follow(self, stream: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> NoReturn:
         turn_ends_s = self._clock.monotonic_s() + BURST_S
         while True:
-            # The connection's story comes first: what a new connection brings may be another life's.
+            # The connection's story comes first: what a new connection brings may be another life's. It is asked for
+            # after the message, or that could be of a connection that came up between the two.
+            self._received = self._received or receive(stream)
             if (story := receive(monitor)) is not None:
                 await self._connection_changed(stream, int(parse_monitor_message(story)["event"]))
             elif self._resync_reason is not None:
                 reason, self._resync_reason = self._resync_reason, None
                 await self._ordered.resync(reason)
-            elif (frames := receive(stream)) is not None:
+            elif self._received is not None:
+                frames, self._received = self._received, None
                 await self._take_live(frames)
             else:
                 await self._idle(stream, monitor)
@@ -197,7 +203,7 @@ class EventSubscriber:
         elif event == zmq.EVENT_DISCONNECTED:
             self._ordered.closed()
         else:
-            await self._ordered.opened(lambda: _drain(stream))
+            await self._ordered.opened(lambda: self._discard(stream))
 
     def _refused(self) -> None:
         """One side asks for keys and the other has none, or others; it is tried again without an end."""
@@ -216,9 +222,9 @@ class EventSubscriber:
             return
         await self._ordered.take_live(KeptBatch(int.from_bytes(frames[1], "big"), frames[0], frames[2]))
 
-
-def _drain(stream: zmq.Socket[bytes]) -> int:
-    count = 0
-    while receive(stream) is not None:
-        count += 1
-    return count
+    def _discard(self, stream: zmq.Socket[bytes]) -> int:
+        count = 0 if self._received is None else 1
+        self._received = None
+        while receive(stream) is not None:
+            count += 1
+        return count
