@@ -1,4 +1,4 @@
-"""A message that comes while a connection comes up belongs to what the connection's story says, not to what was before."""
+"""A message that comes while a connection comes up belongs to that connection, not to the one before."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import struct
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 import zmq
 from wire_publisher import payload
@@ -20,7 +21,7 @@ STREAM, MONITOR = "stream", "monitor"
 async def test_a_message_is_not_taken_before_the_story_of_its_connection(
     monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
-    """Another life's first message may be there as soon as its connection is, and carry just the number that is next."""
+    """Another life's first message may be there as soon as its connection is, with just the number that is next."""
     said = {
         STREAM: [[b"t", bytes(8), payload({"type": "AllBlocksCleared"})]],
         MONITOR: [[struct.pack("=hi", zmq.EVENT_HANDSHAKE_SUCCEEDED, 0), b"tcp://p"]] * (2 if again else 1),
@@ -42,7 +43,7 @@ async def test_a_message_is_not_taken_before_the_story_of_its_connection(
 
         async def idle(*_: object) -> None:
             scope.cancel()
-            await anyio.sleep(0)
+            await anyio.lowlevel.checkpoint()
 
         monkeypatch.setattr(subscriber, "_idle", idle)
         await subscriber._follow(STREAM, MONITOR)  # type: ignore[arg-type]
