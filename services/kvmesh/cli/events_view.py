@@ -131,7 +131,7 @@ class Printer:
         except BatchError:
             self.note(stream.name, f"#{sequence} is no batch that this command can read ({len(payload)} bytes)")
             return
-        clock = time.strftime("%H:%M:%S", time.localtime(batch.ts))
+        clock = _clock(batch.ts)
         for record in batch.records:
             if self._left == 0:
                 return
@@ -142,10 +142,10 @@ class Printer:
 
     def note(self, stream: str, text: str) -> None:
         """Something to know about a stream."""
-        self._console.print(f"[cyan]{escape(stream)}[/] [yellow]{escape(text)}[/]", highlight=False, soft_wrap=True)
+        self._console.print(f"[cyan]{_shown(stream)}[/] [yellow]{_shown(text)}[/]", highlight=False, soft_wrap=True)
 
     def _print(self, stream: Stream, clock: str, sequence: int, record: EventRecord) -> None:
-        line = f"[dim]{clock}[/] [cyan]{escape(stream.name)}[/] #{sequence} {escape(describe(record))}"
+        line = f"[dim]{clock}[/] [cyan]{_shown(stream.name)}[/] #{sequence} {_shown(describe(record))}"
         self._console.print(line, highlight=False, soft_wrap=True)
         if self._decode is not None and isinstance(record, Stored) and len(record.token_ids):
             self._console.print(f"    [green]{escape(self._text(stream.model, record.token_ids))}[/]", highlight=False)
@@ -164,6 +164,19 @@ class Printer:
             return f"({error})"
         cut = len(shown) < len(token_ids) or len(text) > self._text_chars
         return repr(text[: self._text_chars]) + (" ..." if cut else "")
+
+
+def _clock(ts: float) -> str:
+    """What a publisher's clock says, which may be anything."""
+    try:
+        return time.strftime("%H:%M:%S", time.localtime(ts))
+    except (ValueError, OverflowError, OSError):
+        return "--:--:--"
+
+
+def _shown(text: str) -> str:
+    """Text of publishers as it can be given to a terminal: what is not printable is spelled out."""
+    return escape(text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text))
 
 
 def event_type(record: EventRecord) -> str:

@@ -23,6 +23,9 @@ __all__ = ["MatchServer"]
 ANSWERS_A_TURN = 32
 """Questions answered before other tasks get a turn: under a millisecond."""
 
+MAX_MESSAGE_BYTES = 1 << 26
+"""16 million tokens; a connection that brings more is closed."""
+
 _log = get_logger("indexer.match")
 
 
@@ -76,6 +79,7 @@ class MatchServer:
         """
         socket = context.socket(zmq.ROUTER)
         socket.linger = 0
+        socket.maxmsgsize = MAX_MESSAGE_BYTES
         if self._security is not None:
             self._security.apply_server(socket)
         try:

@@ -35,6 +35,9 @@ __all__ = ["Admission", "EventListener", "StreamName"]
 WAITING_MESSAGES = 10_000
 """Of one publisher, during a replay for example. What comes on top is dropped, and replayed as any gap is."""
 
+MAX_MESSAGE_BYTES = 1 << 28
+"""A connection that brings a longer message is closed: nobody knows whose word it is."""
+
 _MONITORED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 _NO_CONNECTION = -1
@@ -102,16 +105,14 @@ class EventListener:
         self._clock = clock or SystemClock()
         self._replay_silence_s = replay_silence_s
         self._security = security
+        self._streams: dict[StreamName, OrderedStream] = {}
+        self.streams: Mapping[StreamName, OrderedStream] = self._streams
+        """Who is followed."""
         self._followed: dict[StreamName, _Followed] = {}
         self._connections: dict[int, set[StreamName]] = {}
         """Who was heard on each connection that stands."""
         self._gone: set[int] = set()
         """Connections that are over, of which messages may still wait."""
-
-    @property
-    def streams(self) -> Mapping[StreamName, OrderedStream]:
-        """Who is followed."""
-        return {name: followed.ordered for name, followed in self._followed.items()}
 
     def resync(self, name: StreamName, reason: str = "asked to") -> None:
         """Soon read one publisher anew; unknown ones are passed over. In the thread of the event loop."""
@@ -121,6 +122,7 @@ class EventListener:
     def retire(self, name: StreamName) -> None:
         """Stop following a publisher; its next message has it admitted again. In the thread of the event loop."""
         if (followed := self._followed.pop(name, None)) is not None:
+            del self._streams[name]
             followed.scope.cancel()
             for names in self._connections.values():
                 names.discard(name)
@@ -136,6 +138,7 @@ class EventListener:
         try:
             stream.linger = 0
             stream.rcvhwm = WAITING_MESSAGES
+            stream.maxmsgsize = MAX_MESSAGE_BYTES
             stream.heartbeat_ivl = HEARTBEAT_MS
             stream.heartbeat_timeout = HEARTBEAT_TIMEOUT_MS
             stream.subscribe(self._topic.encode())
@@ -215,6 +218,7 @@ class EventListener:
         )
         ordered.deliver = admission.deliver
         followed = self._followed[name] = _Followed(ordered)
+        self._streams[name] = ordered
         tasks.start_soon(followed.run)
         return followed
 

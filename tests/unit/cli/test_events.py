@@ -22,6 +22,25 @@ from kvmesh.net.curve import CurveSecurity, create_key_pair
 from kvmesh.protocol.events import AllBlocksCleared, BlockStored, EventBatch
 
 
+@pytest.mark.parametrize("ts", [float("nan"), float("inf"), 1e300, -1e18])
+def test_a_clock_that_shows_no_time_ends_nothing(ts: float) -> None:
+    """The time is for people only, and any publisher of a mesh may get it wrong."""
+    view = make_printer()
+    view.batch(Stream("w"), 0, msgspec.msgpack.encode([ts, [["AllBlocksCleared"]], 0]))
+    assert view._console.export_text().startswith("--:--:-- w #0 cleared")
+
+
+def test_publishers_cannot_steer_the_terminal() -> None:
+    view = make_printer()
+    event = {"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": 1, "cache_salt": "\x1b[2Jü"}
+    view.batch(Stream("w\x1b]0;x\x07"), 0, msgspec.msgpack.encode([0.0, [event], 0]))
+    view.note("w\r", "\x9b2J")
+    text = view._console.export_text()
+    assert "w\\x1b]0;x\\x07 #0 stored" in text
+    assert "salt \\x1b[2Jü: " in text
+    assert "w\\r \\x9b2J" in text
+
+
 def stored(hashes: list[int], parent: int | None = None, tokens: list[int] | None = None, **fields: Any) -> Stored:
     ids = np.array([0] * 4 * len(hashes) if tokens is None else tokens, np.int32)
     return Stored(hashes=hashes, parent=parent, token_ids=ids, block_size=4, **fields)

@@ -132,6 +132,10 @@ async def test_publishers_that_come_by_themselves_are_bounded(monkeypatch: pytes
             assert [each is None for each in admitted[-2:]] == [False, True]
             feeds.stop("w0")
             assert admit(StreamName("kv@x@m", 0)) is not None
+            assert admit(StreamName("kv@x@m", 0)) is not None, "it is known"
+            listener = feeds._listener
+            assert listener is not None
+            assert listener.streams is listener.streams, "every feed asks: a copy would cost the square of their number"
             tasks.cancel_scope.cancel()
 
 

@@ -115,6 +115,8 @@ class Feeds:
             self._listener = EventListener(listen_endpoint, self._admit, context=context)
             tasks.start_soon(self._listen, self._listener)
         self._running: dict[Source, _Running] = {}
+        self._listened: dict[StreamName, Source] = {}
+        """Who connects to this side."""
         self._restored: dict[Source, SavedFeed] = {}
         self._restored_until_s = 0.0
         self._tidying = False
@@ -176,6 +178,8 @@ class Feeds:
             )
         running = self._running[feed.source] = _Running(feed, following, by_hand=by_hand)
         if following is not None:
+            if feed.topic is not None:
+                self._listened[StreamName(feed.topic, feed.source.dp_rank)] = feed.source
             self._tasks.start_soon(self._run, following, running.scope)
 
     def stop(self, instance_id: str, dp_rank: int | None = None) -> list[Feed]:
@@ -335,12 +339,11 @@ class Feeds:
 
     def _admit(self, name: StreamName) -> Admission | None:
         """How a publisher that connects is followed: as registered, or else as its topic says who it is."""
-        for running in self._running.values():
-            feed = running.feed
-            if running.following is not None and (feed.topic, feed.source.dp_rank) == name:
-                return running.following.admission()
+        known = self._listened.get(name)
+        if known is not None and (following := self._running[known].following) is not None:
+            return following.admission()
         named = None if name in self._unwanted else named_by_topic(name.topic)
-        if named is None or name.rank > MAX_DP_RANK or self._announced() >= MAX_ANNOUNCED:
+        if named is None or name.rank > MAX_DP_RANK or len(self._listened) >= MAX_ANNOUNCED:
             return None
         source = Source(named[0], name.rank)
         if source in self._running:
@@ -348,9 +351,6 @@ class Feeds:
         self.follow(Feed(source, named[1], self.listen_endpoint, topic=name.topic))
         following = self._running[source].following
         return None if following is None else following.admission()
-
-    def _announced(self) -> int:
-        return sum(running.feed.topic is not None and not running.by_hand for running in self._running.values())
 
     def _end_the_silent(self) -> None:
         """Publishers that came by themselves and have been gone for long: nobody else will say that they are."""
@@ -404,7 +404,10 @@ class Feeds:
             self._ended_drifts += running.following.drifts_total
             self._ended_failures += running.following.failures_total
             if running.feed.topic is not None and self._listener is not None:
-                self._listener.retire(StreamName(running.feed.topic, running.feed.source.dp_rank))
+                stream = StreamName(running.feed.topic, running.feed.source.dp_rank)
+                if self._listened.get(stream) == running.feed.source:
+                    del self._listened[stream]
+                self._listener.retire(stream)
         self._index.remove(running.feed.source)
         if self._observer is not None and running.following is not None:
             self._observer.cleared(running.feed)
