@@ -18,9 +18,10 @@ from kvmesh.cli.console import table_console
 from kvmesh.cli.reach import explained
 from kvmesh.cli.rundir import RunDir, is_running
 from kvmesh.cli.status_cache import cache_block
-from kvmesh.cli.target import add_coordinator_flags, client_of, coordinator_url
+from kvmesh.cli.target import add_coordinator_flags, client_of, coordinator_url, tls_of
 from kvmesh.cli.transfer_table import plain_table, transfer_table
 from kvmesh.net.client import HttpClient, PeerUnreachableError
+from kvmesh.net.tls import Tls
 from kvmesh.protocol.cache_report import CacheReport
 from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.members import Member, MemberList
@@ -70,10 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:  # noqa: 
 def run(args: argparse.Namespace) -> int:
     """Show the state of the mesh; 1 when one of its members does not answer."""
     url, given, client = coordinator_url(args), bool(args.coordinator), client_of(args)
+    tls = tls_of(args)
     console = table_console()
     if args.watch and not args.json:
-        _watch(console, url, given, client)
-    status = anyio.run(_read, url, given, client)
+        _watch(console, url, given, client, tls)
+    status = anyio.run(_read, url, given, client, tls)
     if args.json:
         console.file.write(msgspec.json.encode(status).decode() + "\n")
     else:
@@ -81,16 +83,16 @@ def run(args: argparse.Namespace) -> int:
     return FAILED if status.unreachable else 0
 
 
-def _watch(console: Console, url: str, given: bool, client: HttpClient) -> NoReturn:
+def _watch(console: Console, url: str, given: bool, client: HttpClient, tls: Tls) -> NoReturn:
     from rich.live import Live
 
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            live.update(_render(anyio.run(_read, url, given, client)), refresh=True)
+            live.update(_render(anyio.run(_read, url, given, client, tls)), refresh=True)
             time.sleep(1.0)
 
 
-async def _read(url: str, given: bool, client: HttpClient) -> _Status:
+async def _read(url: str, given: bool, client: HttpClient, tls: Tls) -> _Status:
     async with client as http:
         try:
             status = _Status(
@@ -104,9 +106,10 @@ async def _read(url: str, given: bool, client: HttpClient) -> _Status:
             )
         except (PeerUnreachableError, ApiError, msgspec.DecodeError) as error:
             raise await explained(http, error, url, wanted="coordinator", given=given) from error
-        async with anyio.create_task_group() as tasks:
-            for member in status.members.members:
-                tasks.start_soon(_ask, http, member, status)
+    # What is asked of members needs no API key, and their addresses are what somebody has registered.
+    async with HttpClient(tls=tls) as http, anyio.create_task_group() as tasks:
+        for member in status.members.members:
+            tasks.start_soon(_ask, http, member, status)
     return status
 
 

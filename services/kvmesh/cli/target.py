@@ -105,12 +105,12 @@ def curve_of(args: argparse.Namespace) -> CurveSecurity | None:
 
 
 def client_of(args: argparse.Namespace, timeout_s: float = 5.0) -> HttpClient:
-    """A client with the key and the certificates that the flags name, to be opened.
+    """A client of the coordinator with the key and the certificates that the flags name, to be opened.
 
     Raises:
         UserError: a file cannot be used.
     """
-    return HttpClient(timeout_s=timeout_s, headers=auth_headers(args), tls=tls_of(args))
+    return HttpClient(timeout_s=timeout_s, headers=auth_headers(args), tls=tls_of(args), follow_leader=True)
 
 
 def auth_headers(args: argparse.Namespace) -> dict[str, str]:
@@ -120,8 +120,19 @@ def auth_headers(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _running() -> MeshState | None:
-    state = RunDir.from_environment().read()
-    return state if state is not None and is_running(state.supervisor) else None
+    """The mesh of this run directory; None where none was started.
+
+    Raises:
+        UserError: it was killed. What answers at the default ports would be another one.
+    """
+    run_dir = RunDir.from_environment()
+    state = run_dir.read()
+    if state is not None and not is_running(state.supervisor):
+        raise UserError(
+            f"the mesh at {state.url} has died (its logs are in {run_dir.logs}); 'kvmesh down' clears what it left, "
+            "'kvmesh up' starts it anew, and for another one give its address"
+        )
+    return state
 
 
 async def _first_that_answers(urls: list[str], client: HttpClient) -> str:

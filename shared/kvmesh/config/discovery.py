@@ -24,6 +24,9 @@ class _FoundServers(StrictModel):
     """What they do; a server that says otherwise is not taken in. Needed for servers that do not say it."""
     dialect: str = "kvmesh"
     """How a router speaks to those that do not say it: ``kvmesh``, or the name of another engine."""
+    trusted: bool = False
+    """Whether whoever answers there is shown the API key, also without a verified certificate (``https`` addresses and
+    ``tls.ca_file``), so that it can ask for one. Servers of other dialects never are."""
 
     @model_validator(mode="after")
     def require_role_of_others(self) -> Self:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
-from urllib.parse import urljoin
+from urllib.parse import urljoin, urlsplit
 
 import aiohttp
 import msgspec
@@ -22,8 +22,8 @@ T = TypeVar("T")
 CONNECT_TIMEOUT_S = 2.0
 """Services of a mesh are a LAN hop apart; a peer that does not accept within this is treated as down."""
 
-_REDIRECTS = frozenset({307, 308})
-"""What a coordinator that does not lead answers: the same request, elsewhere."""
+_REDIRECT = 307
+"""What a coordinator that does not lead answers: the same request, at the one that does."""
 
 MAX_REDIRECTS = 4
 
@@ -59,6 +59,8 @@ class HttpClient:
         headers: sent with each request.
         tls: whom to trust behind ``https://`` and what to present; None: the system's authorities, and nothing.
         keys: the API keys of this mesh now, of which the first is sent along.
+        follow_leader: whether to go, with the API key, where a coordinator that does not lead sends to. Only for
+            clients of coordinators that settings or flags name: nobody else may send a key, or this process, elsewhere.
     """
 
     def __init__(
@@ -68,8 +70,10 @@ class HttpClient:
         headers: Mapping[str, str] | None = None,
         tls: Tls | None = None,
         keys: ApiKeys | None = None,
+        follow_leader: bool = False,
     ) -> None:
         self._keys = keys
+        self._follow_leader = follow_leader
         self._timeout_s = timeout_s
         self._tls = tls
         self._headers = dict(headers or {})
@@ -103,7 +107,7 @@ class HttpClient:
 
         Raises:
             PeerUnreachableError: no connection, a broken one, or the time ran out.
-            ApiError: the peer answered 4xx or 5xx; status and body are its own.
+            ApiError: the peer answered 4xx or 5xx (status and body are its own), or sends elsewhere.
         """
         async with self.open(method, url, body=body, timeout_s=timeout_s, headers=headers) as response:
             try:
@@ -133,7 +137,7 @@ class HttpClient:
 
         Raises:
             PeerUnreachableError: no connection within :data:`CONNECT_TIMEOUT_S`, or it broke.
-            ApiError: the peer answered 4xx or 5xx.
+            ApiError: the peer answered 4xx or 5xx, or sends elsewhere.
         """
         if self._session is None:
             raise RuntimeError("HttpClient is used outside its async with block")
@@ -151,16 +155,34 @@ class HttpClient:
                 )
             except (TimeoutError, aiohttp.ClientError) as error:
                 raise PeerUnreachableError(f"cannot reach {url}: {_reason(error, url)}") from error
-            if response.status not in _REDIRECTS:
+            leader = self._leader(url, response)
+            if leader is None:
                 break
             response.release()
-            url = urljoin(url, response.headers.get("Location", ""))
+            url = leader
         try:
             if response.status >= 300:
                 raise await _api_error(response)
             yield response
         finally:
             response.close() if not response.content.at_eof() else response.release()
+
+    def _leader(self, url: str, response: aiohttp.ClientResponse) -> str | None:
+        """The URL of the same request at the leader, if that is what the coordinator at ``url`` answered."""
+        if not self._follow_leader or response.status != _REDIRECT:
+            return None
+        return _same_request(url, response.headers.get("Location", ""))
+
+
+def _same_request(url: str, location: str) -> str | None:
+    """Where a coordinator at ``url`` sends to, if that is this request at another one; None for any other place."""
+    try:
+        here, there = urlsplit(url), urlsplit(urljoin(url, location))
+        usable = there.port != 0 and there.netloc != here.netloc
+    except ValueError:
+        return None
+    same = (there.scheme, there.path, there.query) == (here.scheme, here.path, here.query)
+    return there.geturl() if usable and same and "@" not in there.netloc and not there.fragment else None
 
 
 def _reason(error: Exception, url: str) -> str:
@@ -175,6 +197,9 @@ async def _api_error(response: aiohttp.ClientResponse) -> ApiError:
         data = await response.read()
     except (TimeoutError, aiohttp.ClientError) as error:
         raise PeerUnreachableError(f"{response.url} broke off: {error}") from error
+    if response.status < 400:
+        text = f"{response.url} sends elsewhere ({response.status}), where this client does not follow"
+        return ApiError(response.status, text, type="server_error", code="redirect")
     retry_after = response.headers.get("Retry-After", "")
     retry_after_s = int(retry_after) if retry_after.isdigit() else None
     try:

@@ -80,7 +80,7 @@ class CoordinatorClient:
     ) -> None:
         self._clock = clock or SystemClock()
         self._watch = watch
-        self._http = HttpClient(timeout_s=EXCHANGE_TIMEOUT_S, headers=headers, tls=tls, keys=keys)
+        self._http = HttpClient(timeout_s=EXCHANGE_TIMEOUT_S, headers=headers, tls=tls, keys=keys, follow_leader=True)
         self._link = CoordinatorLink(url)
         self._view = MemberView()
         self._tasks: TaskGroup | None = None

@@ -15,6 +15,7 @@ from fake_worker import FakeWorker
 from waiting import until
 
 from kvmesh.config import ConfigError, CoordinatorSettings
+from kvmesh.coordinator.discovery.source import Expected, may_have_key
 from kvmesh.coordinator.main import build
 from kvmesh.net.auth import ApiKeys
 from kvmesh.net.client import HttpClient
@@ -116,7 +117,7 @@ async def test_servers_that_ask_for_a_key_are_given_one(http: HttpClient, tmp_pa
     file = tmp_path / "keys"
     file.write_text("mesh sk-1\n")
     async with serving(FakeWorker(keys=ApiKeys(file))) as worker_url:
-        source = {"type": "static", "urls": [worker_url]}
+        source = {"type": "static", "urls": [worker_url], "trusted": True}
         async with coordinator(discovery=[source]) as url:
             places = partial(http.call, "GET", f"{url}/discovery", dict[str, Any])
             await eventually(places, lambda found: "API key" in str(found))
@@ -129,6 +130,40 @@ async def test_servers_that_ask_for_a_key_are_given_one(http: HttpClient, tmp_pa
                 await members(http, url)
             assert caught.value.status == 401
             assert (await http.call("GET", f"{url}/health", dict[str, str]))["status"] == "ok"
+
+
+async def test_who_is_not_known_is_not_shown_the_key(http: HttpClient, tmp_path: Path) -> None:
+    """An address that a source names, or one that it sends to, may be anybody's."""
+    file = tmp_path / "keys"
+    file.write_text("mesh sk-1\n")
+    shown: list[str | None] = []
+
+    class Stranger(Service):
+        def __init__(self, elsewhere: str = "") -> None:
+            super().__init__("stranger")
+            self._elsewhere = elsewhere
+            for path in ("/server_info", "/v1/models", "/latest"):
+                self.app.router.add_get(path, self._note)
+
+        async def _note(self, request: web.Request) -> web.Response:
+            shown.append(request.headers.get("Authorization"))
+            return json_response({}, 307 if self._elsewhere else 404, {"Location": f"{self._elsewhere}/latest"})
+
+    async with serving(Stranger()) as victim, serving(Stranger(victim)) as url, serving(Stranger(victim)) as engine:
+        sources = [
+            {"type": "static", "urls": [url]},
+            {"type": "static", "urls": [engine], "role": "both", "dialect": "vllm", "trusted": True},
+        ]
+        async with (
+            coordinator(discovery=sources, api_keys_file=str(file)) as own,
+            HttpClient(keys=ApiKeys(file)) as keyed,
+        ):
+            places = partial(keyed.call, "GET", f"{own}/discovery", dict[str, Any])
+            await eventually(places, lambda found: str(found).count("does not answer") == 2)
+    assert set(shown) == {None}
+    assert not may_have_key("http://10.0.0.7:8100", Expected(), verifies=True)
+    assert not may_have_key("https://10.0.0.7:8100", Expected(), verifies=False)
+    assert may_have_key("https://10.0.0.7:8100", Expected(), verifies=True)
 
 
 async def test_a_registration_cannot_pass_for_a_found_server(http: HttpClient) -> None:

@@ -1,4 +1,4 @@
-"""The client of services: keys that change, and redirects that take them along."""
+"""The client of services: keys that change, and redirects that may take them along, or not."""
 
 from __future__ import annotations
 
@@ -44,14 +44,59 @@ async def test_a_redirect_takes_body_and_key_along_to_another_host(tmp_path: Pat
     keys = ApiKeys(file)
     async with serving(Leader(keys)) as leader, serving(Follower(leader)) as follower:
         wanted = {"body": '{"a":1}', "query": "x=1"}
-        async with HttpClient(keys=keys) as http:
+        async with HttpClient(keys=keys, follow_leader=True) as http:
             assert await http.call("POST", f"{follower}/members?x=1", dict[str, str], body={"a": 1}) == wanted
-        async with HttpClient(headers={"Authorization": "Bearer sk-1"}) as http:
+        async with HttpClient(headers={"Authorization": "Bearer sk-1"}, follow_leader=True) as http:
             assert await http.call("POST", f"{follower}/members?x=1", dict[str, str], body={"a": 1}) == wanted
-        async with HttpClient() as http:
+        async with HttpClient(follow_leader=True) as http:
             with pytest.raises(ApiError) as caught:
                 await http.call("POST", f"{follower}/members", dict[str, str], body={})
             assert caught.value.status == 401
+
+
+async def test_nobody_but_a_coordinator_sends_elsewhere() -> None:
+    """Else any address that is asked gets the key into other hands, and requests to other places."""
+    asked: list[str] = []
+
+    class Elsewhere(Leader):
+        async def _echo(self, request: web.Request) -> web.Response:
+            asked.append(request.headers.get("Authorization", ""))
+            return await super()._echo(request)
+
+    keys = ApiKeys(fixed=["sk-1"])
+    async with serving(Elsewhere(keys)) as victim, serving(Follower(victim)) as url, HttpClient(keys=keys) as http:
+        with pytest.raises(ApiError, match="does not follow") as caught:
+            await http.call("POST", f"{url}/members", dict[str, str], body={})
+    assert (caught.value.status, asked) == (307, [])
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        "http://169.254.169.254/latest/meta-data",
+        "http://other:8400/members?x=2",
+        "http://other:8400/members",
+        "https://other:8400/members?x=1",
+        "http://user:password@other:8400/members?x=1",
+        "file:///members?x=1",
+        "http://other:99999/members?x=1",
+        "http://[::1/members?x=1",
+        "http:///members?x=1",
+        "",
+    ],
+)
+async def test_a_coordinator_sends_nowhere_but_to_the_same_request_at_another(location: str) -> None:
+    class Liar(Service):
+        def __init__(self) -> None:
+            super().__init__("liar")
+            self.app.router.add_post("/members", self._lie)
+
+        async def _lie(self, _request: web.Request) -> web.Response:
+            return json_response({}, 307, {"Location": location})
+
+    async with serving(Liar()) as url, HttpClient(timeout_s=5.0, follow_leader=True) as http:
+        with pytest.raises(ApiError, match="does not follow"):
+            await http.call("POST", f"{url}/members?x=1", dict[str, str], body={})
 
 
 async def test_a_key_that_changes_is_sent_from_the_next_request_on(tmp_path: Path) -> None:
@@ -66,7 +111,7 @@ async def test_a_key_that_changes_is_sent_from_the_next_request_on(tmp_path: Pat
 
 async def test_redirects_in_a_circle_end() -> None:
     follower = Follower()
-    async with serving(follower) as url, HttpClient(timeout_s=5.0) as http:
+    async with serving(follower) as url, HttpClient(timeout_s=5.0, follow_leader=True) as http:
         follower.elsewhere = url
         with pytest.raises((ApiError, PeerUnreachableError)):
             await http.call("POST", f"{url}/members", dict[str, str], body={})

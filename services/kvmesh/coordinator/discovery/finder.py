@@ -15,7 +15,7 @@ import msgspec
 from anyio.abc import TaskGroup
 
 from kvmesh.coordinator.discovery.asking import Answer, SilentError, ask
-from kvmesh.coordinator.discovery.source import Expected, Source
+from kvmesh.coordinator.discovery.source import Expected, Source, may_have_key
 from kvmesh.coordinator.registry import EpochsUsedUpError, FencedError, MemberRegistry
 from kvmesh.net.auth import ApiKeys
 from kvmesh.net.client import HttpClient
@@ -91,7 +91,7 @@ class Finder:
         sources: say where servers are.
         clock: of the intervals.
         tls: whom to trust behind ``https://`` and what to present.
-        keys: the API keys of this mesh now.
+        keys: the API keys of this mesh now; see :func:`may_have_key`.
         admits: whether this coordinator answers for the mesh, so that it may admit and renew.
         buries: whether no other one can contradict it, so that it may let members go.
         asking: asks one server.
@@ -112,7 +112,9 @@ class Finder:
         self._registry = registry
         self._sources = sources
         self._clock = clock
-        self._http = HttpClient(timeout_s=ASK_TIMEOUT_S, tls=tls, keys=keys)
+        self._http = HttpClient(timeout_s=ASK_TIMEOUT_S, tls=tls)
+        self._http_with_key = HttpClient(timeout_s=ASK_TIMEOUT_S, tls=tls, keys=keys)
+        self._verifies = tls is not None and tls.settings.ca_file is not None
         self._admits = admits
         self._buries = buries
         self._asking = asking
@@ -126,7 +128,7 @@ class Finder:
     async def run(self) -> None:
         """Follow the sources and ask, until cancelled."""
         limiter = anyio.CapacityLimiter(MOST_AT_A_TIME)
-        async with self._http, anyio.create_task_group() as tasks:
+        async with self._http, self._http_with_key, anyio.create_task_group() as tasks:
             for index, source in enumerate(self._sources):
                 tasks.start_soon(self._follow, source, partial(self._report, index))
             while True:
@@ -232,7 +234,7 @@ class Finder:
         try:
             async with limiter:
                 self._counts["asked"] += 1
-                answer = await self._asking(self._http, place.url, place.expected.dialect)
+                answer = await self._asking(self._client(place), place.url, place.expected.dialect)
         except SilentError as error:
             self._counts["silent"] += 1
             self._say(place, f"does not answer: {error}")
@@ -246,6 +248,9 @@ class Finder:
             place.being_asked = False
         place.next_s = self._clock.monotonic_s() + wait_s
         self._wake.set()  # whoever sleeps did not know when this one is next
+
+    def _client(self, place: Place) -> HttpClient:
+        return self._http_with_key if may_have_key(place.url, place.expected, self._verifies) else self._http
 
     def _take(self, place: Place, answer: Answer) -> float:
         """Admit or renew, or say why not; gives the seconds until it is asked again."""

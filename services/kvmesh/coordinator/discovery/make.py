@@ -30,7 +30,7 @@ def make_sources(settings: Iterable[ServerSource], *, scheme: str, clock: Clock)
 
 
 def _make(settings: StaticSource | DnsSettings | EndpointSliceSource, scheme: str, clock: Clock) -> Source:
-    expected = Expected(settings.role, settings.dialect)
+    expected = Expected(settings.role, settings.dialect, settings.trusted)
     if isinstance(settings, StaticSource):
         return FixedSource(settings.urls, expected)
     scheme = settings.scheme or scheme
