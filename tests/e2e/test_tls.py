@@ -148,7 +148,7 @@ def test_who_does_not_know_the_authority_does_not_speak(secured: Secured) -> Non
     assert b"certificate verify failed" in why
 
 
-@pytest.mark.parametrize("key", [None, "sk-wrong", KEY[:-1]])
+@pytest.mark.parametrize("key", [None, "sk-wrong", KEY[:-1]], ids=["none", "another", "all but the last letter"])
 def test_a_wrong_key_gets_openai_s_401(secured: Secured, key: str | None) -> None:
     status, answer = secured.ask({"prompt": "x", "max_tokens": 1}, key)
     assert status == 401
