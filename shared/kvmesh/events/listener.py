@@ -95,7 +95,7 @@ class EventListener:
         self.bound_endpoint = ""
         """Where publishers connect to, once :meth:`run` has bound it."""
         self.ignored_total = 0
-        """Messages of publishers that are not wanted."""
+        """Messages of publishers that are not wanted, or of a connection that another one has followed."""
         self.unreadable_total = 0
         """Messages that do not say whose they are."""
         self._endpoint = endpoint
@@ -155,13 +155,17 @@ class EventListener:
 
     async def _listen(self, stream: zmq.Socket[bytes], monitor: zmq.Socket[bytes], tasks: TaskGroup) -> NoReturn:
         turn_ends_s = self._clock.monotonic_s() + BURST_S
+        message: tuple[int, list[bytes]] | None = None
         while True:
-            # The connections' story comes first: what a new connection brings may be another life's.
+            # The connections' story comes first: what a new connection brings may be another life's. It is asked for
+            # after the message, or that could be of a connection that came up between the two.
+            message = message or _receive(stream)
             if (story := receive(monitor)) is not None:
                 event = parse_monitor_message(story)
                 self._connection_changed(int(event["event"]), int(event["value"]))
-            elif (message := _receive(stream)) is not None:
+            elif message is not None:
                 self._take(*message, tasks)
+                message = None
             else:
                 await readable(stream, monitor)
             if self._clock.monotonic_s() >= turn_ends_s:
@@ -188,6 +192,9 @@ class EventListener:
         followed = self._followed.get(name) or self._follow(name, tasks)
         if followed is None or len(number) != 8:
             self.ignored_total += 1
+            return
+        if followed.connection not in (None, connection) and connection in self._gone:
+            self.ignored_total += 1  # the rest of an earlier connection, perhaps of an earlier life
             return
         if followed.connection != connection and connection not in self._gone:
             self._connections.setdefault(connection, set()).add(name)
