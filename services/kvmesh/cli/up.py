@@ -20,6 +20,7 @@ from rich.markup import escape
 from kvmesh.cli.console import Progress, print_ready, say_line
 from kvmesh.cli.errors import UserError
 from kvmesh.cli.flags import parse_assignments
+from kvmesh.cli.key_files import check_key_files
 from kvmesh.cli.logs import LogFollower, tail
 from kvmesh.cli.mesh import PROGRAM, SECRET_VARIABLE, run_mesh
 from kvmesh.cli.plan import Machine, MeshPlan, plan_mesh
@@ -131,12 +132,14 @@ def _checked(mesh: MeshSettings) -> dict[str, WorkerSettings]:
     except ConfigError as error:
         raise UserError(sentence_of(error)) from error
     # Neither the secret nor the cores matter to what is checked.
-    workers = plan_settings(mesh, cluster_secret="to be made", cpu_count=1).workers  # noqa: S106
+    plan = plan_settings(mesh, cluster_secret="to be made", cpu_count=1)  # noqa: S106
+    workers = plan.workers
     sections = {_SECTIONS[worker.role]: worker for worker in workers}
     for section, worker in sections.items():
         with _named(section):
             check_settings(worker)
     try:
+        check_key_files(plan)
         refuse_unpairable(
             workers,
             schedule_style=mesh.router.schedule_style,

@@ -69,12 +69,12 @@ def read_key_pair(path: str | Path) -> CurveKeys:
         mode = Path(path).stat().st_mode
     except OSError as error:
         raise ConfigError(f"curve.key_file {path} cannot be read: {error.strerror or error}; {_REMEDY}") from error
-    # Its group may read it: that is how Kubernetes gives a mounted Secret to a process that is not root.
-    if mode & (stat.S_IRWXO | stat.S_IWGRP):
-        raise ConfigError(f"curve.key_file {path} may be read by others, or changed by its group; chmod 600 {path}")
     values = _read(path, "curve.key_file")
     if "secret-key" not in values:
         raise ConfigError(f"curve.key_file {path} holds no secret key; name the file that ends in {SECRET_SUFFIX}")
+    # Its group may read it: that is how Kubernetes gives a mounted Secret to a process that is not root.
+    if mode & (stat.S_IRWXO | stat.S_IWGRP):
+        raise ConfigError(f"curve.key_file {path} may be read by others, or changed by its group; chmod 600 {path}")
     secret = _key(values, "secret-key", path)
     public = zmq.curve_public(secret)
     if "public-key" in values and _key(values, "public-key", path) != public:

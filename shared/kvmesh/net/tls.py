@@ -7,6 +7,7 @@ has expired or that the authorities did not sign is refused with a sentence, at 
 
 from __future__ import annotations
 
+import math
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,9 @@ __all__ = ["Tls", "TlsError", "tls_problem"]
 
 LOOK_S = 1.0
 """The files are looked at no more often than this."""
+
+TRY_AGAIN_S = 60.0
+"""How long after a failure the same files are tried again."""
 
 SOON_S = 7 * 86_400.0
 """A certificate that ends within a week is warned of."""
@@ -48,6 +52,9 @@ class Tls:
         self._loaded = load_certificates(settings)
         self._options = self._request_options()
         self._next_look_s = self._clock.monotonic_s() + LOOK_S
+        self._try_again_s = math.inf
+        self._said = ""
+        """Of a failure that lasts."""
         self._warn_if_soon()
 
     @property
@@ -107,16 +114,22 @@ class Tls:
             return
         self._next_look_s = now_s + LOOK_S
         stamps = self._stamps()
-        if stamps == self._seen:
+        if stamps == self._seen and now_s < self._try_again_s:
             return
         self._seen = stamps
+        self._try_again_s = math.inf
         try:
             self._loaded = load_certificates(self.settings)
         except TlsError as error:
             self._failures += 1
-            _log.warning("certificates not reloaded; the last good ones stay", error=str(error))
+            # What is wrong with the same files may pass: a certificate that is not valid yet, files of two mounts.
+            self._try_again_s = now_s + TRY_AGAIN_S
+            if str(error) != self._said:
+                self._said = str(error)
+                _log.warning("certificates not reloaded; the last good ones stay", error=self._said)
             return
         self._reloads += 1
+        self._said = ""
         self._options = self._request_options()
         _log.info("certificates reloaded")
         self._warn_if_soon()

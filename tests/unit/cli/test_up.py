@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.cli.rundir import MeshState, RunDir, start_ticks
+from kvmesh.cli.rundir import MeshState, ProcessState, RunDir, start_ticks
 
 PROGRAM = Path(__file__).with_name("mesh_program.py")
 PORTS = ("--port=0", "--set=coordinator.port=0", "--set=indexer.port=0", "--set=lease_s=1", "--set=drain_s=1")
@@ -196,6 +196,42 @@ def test_halves_that_never_pair_start_nothing(command):
     assert up.returncode == 2
     assert "context.kv_cache_config.tokens_per_block is 64 and generation" in up.stderr
     assert not command.run_dir.path.exists(), "nothing was begun"
+
+
+def test_key_files_are_read_before_anything_starts(command, tmp_path):
+    (tmp_path / "public").write_text('curve\n    public-key = "x"\n')
+    for setting, says in (
+        ("api_keys_file=/nope.keys", "api_keys_file /nope.keys cannot be read: No such file or directory"),
+        ("router.api_keys_file=/nope.keys", "api_keys_file /nope.keys cannot be read"),
+        ("events.key_file=/nope.keys", "events.key_file /nope.keys cannot be read"),
+        (f"curve.key_file={tmp_path / 'public'}", "holds no secret key; name the file that ends in .key_secret"),
+    ):
+        up = command.run("up", f"--set={setting}", *PORTS)
+        assert (up.returncode, up.stderr.count("\n")) == (2, 1), up.stderr
+        assert says in up.stderr
+        assert "starting" not in up.stdout
+    assert not command.run_dir.path.exists(), "nothing was begun"
+
+
+def test_a_mesh_that_was_killed_is_not_taken_for_another(command):
+    """At the default ports there may be one of another run directory."""
+    command.run_dir.prepare()
+    command.run_dir.write(
+        MeshState(
+            phase="ready",
+            supervisor=ProcessState(name="supervisor", pid=os.getpid(), start_ticks=1),
+            url="http://127.0.0.1:18601",
+            coordinator_url="http://127.0.0.1:18602",
+            indexer_url="http://127.0.0.1:18603",
+            model="m",
+            temp_dir="",
+        )
+    )
+    for name in ("status", "transfers"):
+        told = command.run(name)
+        assert told.returncode == 2
+        assert "the mesh at http://127.0.0.1:18601 has died" in told.stderr
+        assert "kvmesh down" in told.stderr
 
 
 def test_a_taken_port_is_named(command):

@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 
 from kvmesh.cli.certificates import Files, make_certificate
 from kvmesh.config.tls import TlsSettings
+from kvmesh.net import tls as tls_module
 from kvmesh.net.tls import Tls, TlsError, tls_problem
 
 
@@ -172,6 +173,35 @@ def test_changed_files_are_taken_in_once_they_are_whole(files: Files, tmp_path: 
     assert tls.for_request() is not options
     assert tls.statistics()["reloads_total"] == 1
     assert tls.statistics()["reload_failures_total"] == 1
+
+
+def test_files_that_become_usable_by_themselves_are_tried_again(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A certificate that is not valid yet: nothing changes in the files when it is."""
+    clock = ManualClock()
+    tls = Tls(settings(files), clock)
+    first = tls.server()
+    other = make_certificate(tmp_path / "mesh", stem="other")
+    other.key.replace(files.key)
+    other.certificate.replace(files.certificate)
+    load = tls_module.load_certificates
+
+    def too_early(_settings: TlsSettings) -> None:
+        raise TlsError("the certificate is not valid yet")
+
+    monkeypatch.setattr(tls_module, "load_certificates", too_early)
+    with capture_logs() as logs:
+        for _ in range(2):
+            clock.now_s += 61
+            assert tls.server() is first
+    assert len(logs) == 1, "said once"
+    monkeypatch.setattr(tls_module, "load_certificates", load)
+    clock.now_s += 30
+    assert tls.server() is first, "tried once a minute"
+    clock.now_s += 31
+    assert tls.server() is not first
+    assert tls.statistics()["reload_failures_total"] == 2
 
 
 def test_a_file_that_vanishes_leaves_the_last_good_certificate(files: Files) -> None:
