@@ -57,6 +57,15 @@ class PackedTokens(Sequence[int]):
         """Some of them, without a copy."""
         return PackedTokens([self._array[begin:end]])
 
+    def owned(self) -> PackedTokens:
+        """The same tokens; a copy where more than as many again would be kept alive with them."""
+        kept: object = self._array
+        while isinstance(kept, np.ndarray) and kept.base is not None:
+            kept = kept.base
+        kept_bytes = kept.nbytes if isinstance(kept, np.ndarray) else len(kept) if isinstance(kept, bytes) else None
+        small = kept_bytes is not None and kept_bytes <= 2 * self._array.nbytes
+        return self if small else PackedTokens([self._array.copy()])
+
     def pack(self) -> msgspec.Raw:
         """A msgpack array: ids of 2 bytes where all of them fit, else of 4; readers take any width."""
         return msgspec.Raw(_native.pack_token_ids(self._array))
