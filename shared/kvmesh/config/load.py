@@ -13,6 +13,7 @@ from kvmesh.config.describe import describe
 from kvmesh.config.errors import ConfigError
 from kvmesh.config.files import file_layer
 from kvmesh.config.sources import env_layer, merged, nested, read_yaml
+from kvmesh.config.variables import refuse_misspelt
 
 __all__ = ["load_settings"]
 
@@ -38,7 +39,9 @@ def load_settings(
         ConfigError: something is wrong; the message names every problem and where it was written.
     """
     flags = nested({key: value for key, value in (overrides or {}).items() if value is not None})
-    variables = env_layer(cls, os.environ if env is None else env)
+    environment = os.environ if env is None else env
+    refuse_misspelt(environment)
+    variables = env_layer(cls, environment)
     above_file = merged(variables, flags)
     from_file = file_layer(cls, read_yaml(file), above_file, str(file)) if file is not None else {}
     try:

@@ -35,6 +35,38 @@ def test_precedence(write_yaml: Write) -> None:
     assert settings.max_seq_len is None
 
 
+@pytest.mark.parametrize(
+    ("variable", "right"),
+    [
+        ("KVMESH_PROT", "KVMESH_PORT"),
+        ("KVMESH_LEASE_SS", "KVMESH_LEASE_S"),
+        ("KVMESH_CONTXT__NUM_THREADS", "KVMESH_CONTEXT__NUM_THREADS"),
+        ("KVMESH_KV_CACHE_CONFG__MAX_TOKENS", "KVMESH_KV_CACHE_CONFIG__MAX_TOKENS"),
+    ],
+)
+def test_a_misspelt_variable_names_the_nearest(variable: str, right: str) -> None:
+    """Whichever service is started: nobody would read it."""
+    for settings in (CoordinatorSettings, MeshSettings):
+        with pytest.raises(ConfigError, match=f"{variable} names no setting; did you mean {right}"):
+            load_settings(settings, env={variable: "2"})
+
+
+def test_variables_of_others_are_left_alone() -> None:
+    """Those of other services, of commands, of Compose, and anybody's."""
+    names = (
+        "MAX_QUEUE",
+        "API_KEY",
+        "RUN_DIR",
+        "MODELS",
+        "COORDINATOR_PORT",
+        "INDEXER_PORT",
+        "FAULTS",
+        "ENGINE_IMAGE",
+        "SOMETHING",
+    )
+    assert load_settings(CoordinatorSettings, env={f"KVMESH_{name}": "x" for name in names}) == CoordinatorSettings()
+
+
 def test_flags_nest_and_may_be_absent() -> None:
     """A flag that was not given is None; dotted and nested names mean the same."""
     flags = {"port": None, "kv_cache_config.max_tokens": 7, "kv_cache_config": {"tokens_per_block": 16}}
