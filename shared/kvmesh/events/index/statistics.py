@@ -31,6 +31,8 @@ class IndexStatistics(msgspec.Struct, kw_only=True):
     dropped_orphan_blocks_total: int = 0
     block_size_changes_total: int = 0
     """Events whose block size is not that of their parent; left out."""
+    scope_changes_total: int = 0
+    """Events that name another model, tenant, adapter or salt than their parent; left out."""
     ignored_group_blocks_total: int = 0
     """Blocks of groups whose presence does not mean that a prefix can be reused (windows, states)."""
     forgotten_blocks_total: int = 0

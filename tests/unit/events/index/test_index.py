@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -150,6 +151,26 @@ class TestScopes:
             index.apply(A, [stored([lora], [1], lora=lora), removed(lora)])
         assert (index.statistics().scopes, index.statistics().blocks) == (0, 0)
 
+    @pytest.mark.parametrize("other", [{"lora": "x"}, {"lora": 3}, {"salt": "s"}, {"tenant": "t"}, {"model": "n"}])
+    @pytest.mark.parametrize("parked", [False, True])
+    def test_a_block_that_names_another_scope_than_its_parent_is_in_neither(
+        self, index: PrefixIndex, other: dict[str, Any], parked: bool
+    ) -> None:
+        """To believe its place would promise the tokens of one adapter or salt to requests without it."""
+        told = [stored([1], [1]), stored([2], [2], parent=1, **other), stored([3], [3], parent=2)]
+        index.apply(A, told[1:] + told[:1] if parked else told)
+        assert device(index, 1, 2, 3) == {"a": 1}
+        asked = {"cache_salt" if key == "salt" else key: value for key, value in other.items()}
+        assert index.match(prompt(1, 2), **({"model": "m"} | asked)) == []
+        assert index.statistics().scope_changes_total == 1
+
+    def test_what_a_block_does_not_name_is_its_parents(self, index: PrefixIndex) -> None:
+        index.apply(A, [stored([1], [1], lora="x", salt="s"), stored([2], [2], parent=1, lora="x")])
+        index.apply(A, [stored([3], [3], parent=2), stored([4], [4], parent=3, salt="s")])
+        [match] = index.match(prompt(1, 2, 3, 4), model="m", lora="x", cache_salt="s")
+        assert match.device_tokens == 4 * BLOCK
+        assert index.statistics().scope_changes_total == 0
+
 
 class TestRemoval:
     def test_store_and_remove_are_idempotent(self, index: PrefixIndex) -> None:
@@ -220,6 +241,34 @@ class TestOrphans:
             index.apply(A, [stored([2 * number], [number], parent=2 * number + 1)])
         statistics = index.statistics()
         assert (statistics.parked_runs, statistics.dropped_orphan_blocks_total) == (MAX_PARKED_RUNS, 1)
+
+    def test_removals_cost_no_more_for_many_orphans(self, index: PrefixIndex) -> None:
+        """Each of them would otherwise be looked for among everything that waits, by whichever worker likes."""
+
+        def cpu_s() -> float:
+            began_s = time.process_time()
+            index.apply(A, [removed(*range(2**40, 2**40 + 20_000))])
+            return time.process_time() - began_s
+
+        without = min(cpu_s() for _ in range(3))
+        for run in range(200):
+            first = 10_000 * (run + 1)
+            index.apply(A, [stored(list(range(first, first + 2000)), list(range(2000)), parent=first + 5000)])
+        assert index.statistics().parked_runs == 200
+        assert min(cpu_s() for _ in range(3)) < 30 * without + 0.05
+
+    def test_every_orphan_can_be_removed(self, index: PrefixIndex) -> None:
+        """Of whichever run, once, in its own tier, also after a snapshot."""
+        hashes = list(range(10, 30))
+        index.apply(A, [stored(hashes[:10], list(range(10)), parent=1), stored(hashes[10:], list(range(10)), parent=2)])
+        index.apply(A, [removed(11, 25), removed(12, tier=Tier.HOST), removed(11)])
+        assert index.statistics().unknown_removals_total == 2
+        restored = PrefixIndex()
+        restored.restore(index.snapshot())
+        for one in (index, restored):
+            one.apply(A, [removed(28), stored([1], [50]), stored([2], [60])])
+            assert one.num_held(A) == 19
+            assert (device(one, 50, *range(10)), device(one, 60, *range(10))) == ({"a": 2}, {"a": 6})
 
     def test_zero_stands_for_no_parent_where_a_worker_begins_with_it(self, index: PrefixIndex) -> None:
         index.apply(A, [stored([1], [1], parent=0), stored([2], [2], parent=0)])

@@ -223,6 +223,11 @@ bool Core::place(Source& source, const Run& run) {
     ++counters.block_size_changes;
     return false;
   }
+  // To take its word for its parent's would promise one adapter's or salt's blocks to requests of another.
+  if (!nodes.scopes.continues(run.scope, nodes.tree(tree).scope, source.scope)) {
+    ++counters.scope_changes;
+    return false;
+  }
   nodes.use_tree(tree);
   hold_run(source, tree, parent, run);
   nodes.drop_tree(tree);
@@ -473,7 +478,8 @@ void Core::remove(uint32_t stream, int tier, const uint64_t* hashes, size_t coun
 
 void Core::ignore(uint32_t stream, std::optional<int64_t> group, size_t count) {
   Source& source = this->source(stream);
-  if (group && !source.ignores(*group)) source.ignored_groups.push_back(*group);
+  if (group && source.ignored_groups.size() < Source::kMaxIgnoredGroups && !source.ignores(*group))
+    source.ignored_groups.push_back(*group);
   counters.ignored_group_blocks += count;
 }
 

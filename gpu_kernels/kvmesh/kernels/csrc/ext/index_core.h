@@ -25,7 +25,7 @@ namespace kvmesh::index {
 struct Counters {
   uint64_t residencies = 0, predicted = 0;  // now
   uint64_t stored = 0, removed = 0, duplicates = 0, unknown_removals = 0, unknown_moves = 0, orphans = 0;
-  uint64_t dropped_orphans = 0, block_size_changes = 0, ignored_group_blocks = 0, forgotten = 0, expired = 0;
+  uint64_t dropped_orphans = 0, block_size_changes = 0, scope_changes = 0, ignored_group_blocks = 0, forgotten = 0, expired = 0;
   uint64_t matches = 0, matched_tokens = 0;
 };
 

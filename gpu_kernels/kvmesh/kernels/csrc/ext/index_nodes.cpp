@@ -1,7 +1,29 @@
 // Scopes, trees and the nodes in them.
 #include "index_nodes.h"
 
+#include <cstring>
+#include <string_view>
+
 namespace kvmesh::index {
+namespace {
+
+// Takes the next part off a scope's key.
+std::string_view next_part(std::string_view* key) {
+  size_t size = 1;
+  uint32_t length;
+  if (key->empty()) return {};
+  if (key->front() == kNumberTag) {
+    size += sizeof(uint64_t);
+  } else if (key->front() != kNoneTag && key->size() > sizeof length) {
+    std::memcpy(&length, key->data() + 1, sizeof length);
+    size += sizeof length + length;
+  }
+  const std::string_view part = key->substr(0, size);
+  key->remove_prefix(part.size());
+  return part;
+}
+
+}  // namespace
 
 // The strings, the map's node and the vectors' elements; their exact sizes are the library's business.
 size_t Scopes::bytes_of(const std::string& key) { return 2 * sizeof(Scope) + key.capacity() + 64; }
@@ -35,6 +57,16 @@ void Scopes::drop(uint32_t scope) {
   by_key_.erase(by_key_.find(*entry.key));
   entry = Scope{};
   free_.push_back(scope);
+}
+
+bool Scopes::continues(uint32_t scope, uint32_t other, uint32_t base) const {
+  if (scope == other || scope == base) return true;
+  std::string_view named = key(scope), inherited = key(other), unnamed = key(base);
+  while (!named.empty()) {
+    const std::string_view part = next_part(&named), above = next_part(&inherited);
+    if (next_part(&unnamed) != part && part != above) return false;
+  }
+  return true;
 }
 
 void Scopes::add_tree(uint32_t scope, uint32_t tree) {

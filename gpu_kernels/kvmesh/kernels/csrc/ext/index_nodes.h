@@ -12,7 +12,11 @@
 
 namespace kvmesh::index {
 
-// What must be equal for two prompts to share blocks, as opaque bytes, counted by its users.
+// A scope's key is of parts (model, tenant, adapter, salt), each a tag and what belongs to it: nothing, 8 bytes, or a
+// length of 4 bytes and so many.
+constexpr char kNoneTag = 'n', kTextTag = 's', kNumberTag = 'i', kLargeTag = 'I';
+
+// What must be equal for two prompts to share blocks, as bytes, counted by its users.
 class Scopes {
  public:
   explicit Scopes(size_t* account) : account_(account) {}
@@ -23,6 +27,8 @@ class Scopes {
   void drop(uint32_t scope);
   uint32_t find(const std::string& key) const;  // or kNone
   const std::string& key(uint32_t scope) const { return *scopes_[scope].key; }
+  // Whether blocks of one scope can continue those of another: what differs is not named, which looks like `base`.
+  bool continues(uint32_t scope, uint32_t other, uint32_t base) const;
   std::vector<uint32_t>& trees(uint32_t scope) { return scopes_[scope].trees; }
   size_t num_with_trees() const { return num_with_trees_; }
   void add_tree(uint32_t scope, uint32_t tree);

@@ -160,6 +160,7 @@ PyObject* core_statistics(PyObject* self, PyObject*) {
       {"orphan_blocks_total", c.orphans},
       {"dropped_orphan_blocks_total", c.dropped_orphans},
       {"block_size_changes_total", c.block_size_changes},
+      {"scope_changes_total", c.scope_changes},
       {"ignored_group_blocks_total", c.ignored_group_blocks},
       {"forgotten_blocks_total", c.forgotten},
       {"expired_blocks_total", c.expired},

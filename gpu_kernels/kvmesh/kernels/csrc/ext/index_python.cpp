@@ -12,7 +12,6 @@ namespace {
 
 constexpr uint64_t kSeed = 1337;  // of routing hashes
 constexpr size_t kTokenBytes = 4;
-constexpr char kNoneTag = 'n', kTextTag = 's', kNumberTag = 'i', kLargeTag = 'I';
 
 void append_text(char tag, const char* text, Py_ssize_t size, std::string* key) {
   const uint32_t length = static_cast<uint32_t>(size);

@@ -12,14 +12,21 @@ void Parked::park(ParkedRun&& run) {
                  order_.end());
   }
   order_.push_back(run.parent);
-  by_parent_[run.parent].push_back(std::move(run));
+  auto& runs = by_parent_[run.parent];
+  runs.push_back(std::make_unique<ParkedRun>(std::move(run)));
   ++count_;
+  for (const uint64_t hash : runs.back()->hashes) by_hash_.emplace(hash, runs.back().get());
+  for (const uint64_t hash : runs.back()->removed) forget(hash, *runs.back());
 }
 
 std::vector<ParkedRun> Parked::adopt(uint64_t parent) {
   const auto found = by_parent_.find(parent);
   if (found == by_parent_.end()) return {};
-  std::vector<ParkedRun> runs = std::move(found->second);
+  std::vector<ParkedRun> runs;
+  for (const auto& run : found->second) {
+    for (const uint64_t hash : run->hashes) forget(hash, *run);
+    runs.push_back(std::move(*run));
+  }
   by_parent_.erase(found);
   count_ -= runs.size();
   if (count_ == 0) order_.clear();
@@ -38,14 +45,24 @@ std::vector<ParkedRun> Parked::oldest() {
 
 bool Parked::remove(uint64_t hash, int tier) {
   bool found = false;
-  for (auto& [parent, runs] : by_parent_) {
-    for (ParkedRun& run : runs) {
-      if (run.tier != tier || std::find(run.hashes.begin(), run.hashes.end(), hash) == run.hashes.end()) continue;
-      if (std::find(run.removed.begin(), run.removed.end(), hash) == run.removed.end()) run.removed.push_back(hash);
-      found = true;
+  auto [at, end] = by_hash_.equal_range(hash);
+  while (at != end) {
+    ParkedRun& run = *at->second;
+    if (run.tier != tier) {
+      ++at;
+      continue;
     }
+    run.removed.push_back(hash);
+    at = by_hash_.erase(at);
+    found = true;
   }
   return found;
+}
+
+void Parked::forget(uint64_t hash, const ParkedRun& run) {
+  const auto [begin, end] = by_hash_.equal_range(hash);
+  const auto found = std::find_if(begin, end, [&](const auto& entry) { return entry.second == &run; });
+  if (found != end) by_hash_.erase(found);
 }
 
 uint32_t Source::find(uint64_t hash) const {

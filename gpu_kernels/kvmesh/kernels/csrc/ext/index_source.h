@@ -26,7 +26,10 @@ struct ParkedRun {
   std::vector<uint64_t> locals;
   std::vector<uint64_t> removed;
 
-  size_t bytes() const { return sizeof(ParkedRun) + 64 + (hashes.size() + locals.size()) * sizeof(uint64_t); }
+  size_t bytes() const {
+    return sizeof(ParkedRun) + 64 + hashes.size() * kIndexedBytes + locals.size() * sizeof(uint64_t);
+  }
+  static constexpr size_t kIndexedBytes = 56;  // a hash, where it is found by, and that it is gone
 };
 
 // The parked runs of one source.
@@ -49,11 +52,21 @@ class Parked {
   template <typename Visit>
   void each(const Visit& visit) const {
     for (const auto& [parent, runs] : by_parent_)
-      for (const ParkedRun& run : runs) visit(run);
+      for (const auto& run : runs) visit(*run);
   }
 
  private:
-  std::unordered_map<uint64_t, std::vector<ParkedRun>> by_parent_;
+  // Engines choose their hashes: without a secret they could choose many for one place.
+  void forget(uint64_t hash, const ParkedRun& run);
+  struct Hash {
+    size_t operator()(uint64_t key) const {
+      key = (key ^ secret_multiplier()) * 0x9E3779B97F4A7C15u;
+      return (key ^ key >> 32) * secret_multiplier() >> 16;
+    }
+  };
+
+  std::unordered_map<uint64_t, std::vector<std::unique_ptr<ParkedRun>>, Hash> by_parent_;
+  std::unordered_multimap<uint64_t, ParkedRun*, Hash> by_hash_;  // of blocks that are not gone
   std::deque<uint64_t> order_;  // parents; some may have been adopted since
   size_t count_ = 0;
 };
@@ -104,6 +117,7 @@ struct Source {
   bool zero_is_root = false;
   bool forgot = false;  // something that it has told and not taken back is not here
   Held tables[kTables];
+  static constexpr size_t kMaxIgnoredGroups = 64;
   size_t spared[kTables] = {};  // entries in a row that the memory bound has let be
   int64_t unready = 0;             // blocks that would be ready further if the one before were
   std::unordered_map<uint64_t, uint32_t> twins;
