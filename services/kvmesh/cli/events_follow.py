@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -10,6 +11,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 from anyio.abc import TaskGroup
+from zmq.utils.monitor import parse_monitor_message
 
 from kvmesh.cli.errors import UserError
 from kvmesh.cli.events_view import Printer, Stream
@@ -28,6 +30,9 @@ __all__ = ["follow_indexer", "follow_mesh", "follow_one"]
 FIND_TIMEOUT_S = 5.0
 
 _ENGINES = ("context", "generation", "both")
+
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | _REFUSED
 
 Frames = Callable[[list[bytes]], None]
 
@@ -175,21 +180,45 @@ async def _follow_worker(endpoint: str, stream: Stream, printer: Printer, securi
 async def _subscribe(name: str, endpoint: str, printer: Printer, take: Frames, security: CurveSecurity | None) -> None:
     context = zmq.asyncio.Context()
     socket = context.socket(zmq.SUB)
+    monitor = socket.get_monitor_socket(_MONITORED)
     socket.linger = 0
     try:
         socket.subscribe(b"")
         if security is not None:
             security.apply_client(socket)
         socket.connect(endpoint)
-        printer.note(name, f"following {endpoint}")
-        while True:
-            frames = await socket.recv_multipart()
-            if len(frames) == 3:
-                take(frames)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_tell_connection, name, endpoint, printer, monitor)
+            while True:
+                frames = await socket.recv_multipart()
+                if len(frames) == 3:
+                    take(frames)
     except zmq.ZMQError as error:
         raise UserError(
             f"cannot subscribe to {endpoint} ({zmq.strerror(error.errno or 0)}); an endpoint is like tcp://127.0.0.1:5557"
         ) from error
     finally:
+        socket.disable_monitor()
+        monitor.close()
         socket.close()
         context.term()
+
+
+async def _tell_connection(name: str, endpoint: str, printer: Printer, monitor: zmq.asyncio.Socket) -> None:
+    """Say how the connection stands, whenever that changes."""
+    told = ""
+    while True:
+        event = 0  # for a while nothing at all: something else than a publisher listens there
+        with anyio.move_on_after(math.inf if told else FIND_TIMEOUT_S):
+            event = int(parse_monitor_message(await monitor.recv_multipart())["event"])
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            now = f"following {endpoint}"
+        elif event & _REFUSED:
+            now = f"{endpoint} refuses the connection, or is no event stream; check the CURVE keys of both sides"
+        elif told.startswith("following"):
+            now = f"{endpoint} has closed the connection; waiting for it"
+        else:
+            now = told or f"no publisher answers at {endpoint} yet; waiting"
+        if now != told:
+            printer.note(name, now)
+            told = now

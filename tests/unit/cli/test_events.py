@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -163,3 +164,45 @@ def test_encrypted_events_are_followed_with_the_key(
         stop.set()
         thread.join()
         publisher.shutdown()
+
+
+@pytest.mark.parametrize("given", [None, "other"])
+def test_a_refused_connection_is_told(
+    given: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the pair, or with another one, nothing would ever come; nothing else says why."""
+    for stem in ("mesh", "other"):
+        create_key_pair(tmp_path, stem)
+    security = CurveSecurity.load(CurveSettings(key_file=str(tmp_path / "mesh.key_secret")))
+    publisher = ZmqPublisher("tcp://127.0.0.1:*", security=security)
+    publisher.start()
+    assert publisher.endpoint is not None
+    told: list[str] = []
+
+    def note(printer: Printer, name: str, text: str) -> None:
+        told.append(text)
+        printer.done.set()
+
+    monkeypatch.setattr(Printer, "note", note)
+    keys = [] if given is None else ["--curve-key-file", str(tmp_path / f"{given}.key_secret")]
+    try:
+        assert cli.main(["events", "--endpoint", publisher.endpoint, *keys]) == 0
+    finally:
+        publisher.shutdown()
+    assert told[0].startswith(f"{publisher.endpoint} refuses the connection")
+
+
+def test_a_port_without_a_publisher_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something listens, and says nothing that a publisher would."""
+    told: list[str] = []
+
+    def note(printer: Printer, name: str, text: str) -> None:
+        told.append(text)
+        printer.done.set()
+
+    monkeypatch.setattr(Printer, "note", note)
+    monkeypatch.setattr("kvmesh.cli.events_follow.FIND_TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        assert cli.main(["events", "--endpoint", endpoint]) == 0
+    assert told == [f"no publisher answers at {endpoint} yet; waiting"]
