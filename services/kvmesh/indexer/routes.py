@@ -21,7 +21,7 @@ from kvmesh.indexer.answers import dumped_block, query_reply
 from kvmesh.indexer.faces import HashQuery, Prediction, RegisterBody, Unregister
 from kvmesh.indexer.merged import MergedStream
 from kvmesh.indexer.questions import read_question
-from kvmesh.net.http import json_response, read_json
+from kvmesh.net.http import json_response, read_json, receiving
 from kvmesh.protocol.errors import ApiError, bad_request
 
 __all__ = ["Routes"]
@@ -106,7 +106,9 @@ class Routes:
         return msgspec.json.encode(query_reply(matches, query.tenant, _only(query.instance_id)))
 
     async def _query(self, request: web.Request) -> web.Response:
-        return web.Response(body=self.answer_query(await request.read()), content_type="application/json")
+        with receiving(request):
+            body = await request.read()
+        return web.Response(body=self.answer_query(body), content_type="application/json")
 
     async def _query_by_hash(self, request: web.Request) -> web.Response:
         body = await read_json(request, HashQuery)

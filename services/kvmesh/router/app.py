@@ -18,7 +18,7 @@ from kvmesh.models.tokenizer import Tokenizer
 from kvmesh.net.auth import ApiKeys, KeyMetrics
 from kvmesh.net.clock import Clock, SystemClock
 from kvmesh.net.discovery import CoordinatorClient, StaticMembership
-from kvmesh.net.http import REQUEST_ID, api_key_middleware, json_response
+from kvmesh.net.http import BODY_TIMEOUT_S, REQUEST_ID, api_key_middleware, json_response
 from kvmesh.net.service import Health, Service
 from kvmesh.net.tls import Tls
 from kvmesh.protocol.errors import unavailable
@@ -28,7 +28,7 @@ from kvmesh.router.build import build_parts, custom_tokenizer
 from kvmesh.router.cluster import Server
 from kvmesh.router.dialects.base import Outgoing
 from kvmesh.router.endpoints import Endpoints
-from kvmesh.router.http import BODY_TIMEOUT_S, HttpReply, HttpUpstream, read_body
+from kvmesh.router.http import HttpReply, HttpUpstream, read_body
 from kvmesh.router.metrics import RouterMetrics
 from kvmesh.router.pipeline import Pipeline, RequestHead
 from kvmesh.router.tokenizing import PromptTokenizer, TextTokenizer

@@ -25,7 +25,7 @@ from kvmesh.protocol.openai.service import (
 from kvmesh.protocol.openai.validate import validate_chat
 from kvmesh.protocol.version import package_version
 from kvmesh.router.build import Parts
-from kvmesh.router.http import BODY_TIMEOUT_S, HttpUpstream, receiving
+from kvmesh.router.http import HttpUpstream
 from kvmesh.router.openapi import openapi_document
 from kvmesh.router.tokenizing import Prompt, PromptTokenizer
 from kvmesh.router.upstream import UpstreamBrokenError, UpstreamUnreachableError
@@ -89,8 +89,7 @@ class Endpoints:
         return self._parts.cluster.models().get(name, 0)
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        with receiving(request, BODY_TIMEOUT_S):
-            body = await read_json(request, TokenizeRequest)
+        body = await read_json(request, TokenizeRequest)
         tokenizer, name, _ = self._tokens()
         if body.model is not None and body.model != name:
             raise _unknown_model(body.model, name)
@@ -117,8 +116,7 @@ class Endpoints:
         return await tokenizer.text(body.prompt, add_special=body.add_special_tokens is not False, param="prompt")
 
     async def _detokenize(self, request: web.Request) -> web.Response:
-        with receiving(request, BODY_TIMEOUT_S):
-            body = await read_json(request, DetokenizeRequest)
+        body = await read_json(request, DetokenizeRequest)
         tokenizer, name, _ = self._tokens()
         if body.model is not None and body.model != name:
             raise _unknown_model(body.model, name)

@@ -9,49 +9,21 @@ from typing import Any, Self
 
 import aiohttp
 import anyio
-from aiohttp import http_exceptions, web
+from aiohttp import web
 
 from kvmesh.net.auth import ApiKeys
-from kvmesh.net.http import REQUEST_ID_HEADER, ROUTER_HEADER
+from kvmesh.net.http import BODY_TIMEOUT_S, REQUEST_ID_HEADER, ROUTER_HEADER, receiving
 from kvmesh.net.tls import Tls, tls_problem
-from kvmesh.protocol.errors import ApiError, bad_request
+from kvmesh.protocol.errors import ApiError
 from kvmesh.protocol.openai.sse import SSE_HEADERS
 from kvmesh.router.upstream import UpstreamBrokenError, UpstreamUnreachableError
 
-__all__ = ["BODY_TIMEOUT_S", "HttpReply", "HttpUpstream", "read_body", "receiving"]
+__all__ = ["HttpReply", "HttpUpstream", "read_body"]
 
 CONNECT_TIMEOUT_S = 2.0
 """Workers are a LAN hop away; one that does not accept within this is down."""
 KEEPALIVE_S = 15.0
 """Less than a server's own, so that no request is sent into a connection that is just being closed."""
-
-
-BODY_TIMEOUT_S = 30.0
-"""How long a client may take to send a body; the largest takes seconds on a slow line."""
-
-
-@contextmanager
-def receiving(request: web.Request, timeout_s: float) -> Iterator[None]:
-    """A block that reads the body of ``request``.
-
-    Raises:
-        ApiError: 408 when it does not come within ``timeout_s``; 400 when it breaks off or is not in its stated coding.
-    """
-    try:
-        with anyio.fail_after(timeout_s):
-            yield
-    except TimeoutError:
-        raise ApiError(
-            408,
-            f"The body did not arrive within {timeout_s:g} s; send the request again.",
-            type="timeout_error",
-            code="body_timeout",
-        ) from None
-    except (web.RequestPayloadError, http_exceptions.HttpProcessingError):
-        request.content.feed_eof()  # the library would read on after the answer, and log what it then meets
-        raise bad_request(
-            "The body is incomplete, or not in the coding that its headers name.", code="invalid_body"
-        ) from None
 
 
 async def read_body(request: web.Request, max_bytes: int, *, timeout_s: float = BODY_TIMEOUT_S) -> bytes:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import anyio
 import msgspec
 import structlog
-from aiohttp import web
+from aiohttp import http_exceptions, web
 
 from kvmesh.net.auth import ApiKeys
 from kvmesh.protocol.errors import ApiError, bad_request
@@ -20,6 +22,7 @@ from kvmesh.telemetry import exemplars, get_logger
 from kvmesh.telemetry.metrics import Metrics
 
 __all__ = [
+    "BODY_TIMEOUT_S",
     "OPEN_PATHS",
     "REQUEST_ID",
     "REQUEST_ID_HEADER",
@@ -31,6 +34,7 @@ __all__ = [
     "middlewares",
     "no_browsers",
     "read_json",
+    "receiving",
 ]
 
 T = TypeVar("T")
@@ -43,6 +47,8 @@ ROUTER_HEADER = "X-KVMesh-Router"
 REQUEST_ID = web.RequestKey("kvmesh_request_id", str)
 MAX_BODY_BYTES = 32 * 1024 * 1024
 """A million-token prompt as JSON integers is about 7 MB."""
+BODY_TIMEOUT_S = 30.0
+"""How long a client may take to send a body; the largest takes seconds on a slow line."""
 CLIENT_LEFT = 499
 """Counted when a client left before its answer was complete; nginx's number, never sent."""
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/prometheus/metrics", "/version"})
@@ -64,13 +70,44 @@ def error_response(error: ApiError) -> web.Response:
     return json_response(error.body(), error.status, headers)
 
 
+@contextmanager
+def receiving(request: web.Request, timeout_s: float | None = None) -> Iterator[None]:
+    """A block that reads the body of ``request``.
+
+    Args:
+        request: whose body.
+        timeout_s: bound; None: ``BODY_TIMEOUT_S``.
+
+    Raises:
+        ApiError: 408 when it does not come within ``timeout_s``; 400 when it breaks off or is not in its stated coding.
+    """
+    timeout_s = BODY_TIMEOUT_S if timeout_s is None else timeout_s
+    try:
+        with anyio.fail_after(timeout_s):
+            yield
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"The body did not arrive within {timeout_s:g} s; send the request again.",
+            type="timeout_error",
+            code="body_timeout",
+        ) from None
+    except (web.RequestPayloadError, http_exceptions.HttpProcessingError):
+        request.content.feed_eof()  # the library would read on after the answer, and log what it then meets
+        raise bad_request(
+            "The body is incomplete, or not in the coding that its headers name.", code="invalid_body"
+        ) from None
+
+
 async def read_json(request: web.Request, type: type[T]) -> T:
     """Decode the body.
 
     Raises:
-        ApiError: 400 when the body is no JSON or not of ``type``.
+        ApiError: 400 when the body is no JSON or not of ``type``, and what :func:`receiving` raises.
     """
-    return decode_json(await request.read(), type)
+    with receiving(request):
+        body = await request.read()
+    return decode_json(body, type)
 
 
 def decode_json(body: bytes, type: type[T]) -> T:

@@ -19,6 +19,7 @@ from aiohttp import web
 from anyio.abc import TaskGroup
 
 from kvmesh.net.address import BindError, listen, reachable_host
+from kvmesh.net.connections import ConnectionLimits
 from kvmesh.net.faults import arm_from_environment
 from kvmesh.net.http import MAX_BODY_BYTES, Handler, Middleware, json_response, middlewares, no_browsers
 from kvmesh.net.quick_posts import Answer, QuickPosts
@@ -165,15 +166,20 @@ async def serving(service: Service, host: str = "127.0.0.1", port: int = 0) -> A
     runner = web.AppRunner(service.app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     accepting: TlsListener | None = None
     quick: QuickPosts | None = None
+    server: asyncio.Server | None = None
     async with anyio.create_task_group() as tasks:
         try:
             await runner.setup()
-            if secure is None and service.quick_posts:
-                quick = await _answer_quickly(service, runner, listener)
-            elif secure is None:
-                await web.SockSite(runner, listener).start()
+            assert runner.server is not None, "the runner is set up"
+            limits = ConnectionLimits(runner.server)
+            service.metrics.collect_statistics("kvmesh_http_connections", limits.statistics)
+            if secure is not None:
+                accepting = _accept_tls(service, limits, listener, secure, tasks)
+            elif service.quick_posts:
+                quick = QuickPosts(limits, service.quick_posts, service.metrics, open=lambda: not service.draining)
+                quick.served_by(await _accept(quick, listener))
             else:
-                accepting = _accept_tls(service, runner, listener, secure, tasks)
+                server = await _accept(limits, listener)
             await service.start(tasks, url)
             yield url
         finally:
@@ -183,24 +189,22 @@ async def serving(service: Service, host: str = "127.0.0.1", port: int = 0) -> A
                     accepting.stop()
                 if quick is not None:
                     quick.close()
+                if server is not None:
+                    server.close()
                 await runner.cleanup()
                 await service.stop()
             listener.close()
             tasks.cancel_scope.cancel()
 
 
-async def _answer_quickly(service: Service, runner: web.AppRunner, listener: socket.socket) -> QuickPosts:
-    assert runner.server is not None, "the runner is set up"
-    quick = QuickPosts(runner.server, service.quick_posts, service.metrics, open=lambda: not service.draining)
-    quick.served_by(await asyncio.get_running_loop().create_server(quick, sock=listener, backlog=LISTEN_BACKLOG))
-    return quick
+async def _accept(protocol: Callable[[], asyncio.Protocol], listener: socket.socket) -> asyncio.Server:
+    return await asyncio.get_running_loop().create_server(protocol, sock=listener, backlog=LISTEN_BACKLOG)
 
 
 def _accept_tls(
-    service: Service, runner: web.AppRunner, listener: socket.socket, tls: Tls, tasks: TaskGroup
+    service: Service, limits: ConnectionLimits, listener: socket.socket, tls: Tls, tasks: TaskGroup
 ) -> TlsListener:
-    assert runner.server is not None, "the runner is set up"
-    accepting = TlsListener(listener, runner.server, tls)
+    accepting = TlsListener(listener, limits, tls)
     service.metrics.collect_statistics("kvmesh_tls", lambda: {**tls.statistics(), **accepting.statistics()})
     service.metrics.collect(accepting)
     accepting.start(tasks)

@@ -18,7 +18,15 @@ from kvmesh.models.store import resolve_model
 from kvmesh.models.tokenizer import Tokenizer
 from kvmesh.net.auth import ApiKeys, KeyMetrics
 from kvmesh.net.discovery import CoordinatorClient
-from kvmesh.net.http import OPEN_PATHS, REQUEST_ID, ROUTER_HEADER, api_key_middleware, json_response, read_json
+from kvmesh.net.http import (
+    OPEN_PATHS,
+    REQUEST_ID,
+    ROUTER_HEADER,
+    api_key_middleware,
+    json_response,
+    read_json,
+    receiving,
+)
 from kvmesh.net.service import Health, Service
 from kvmesh.net.tls import Tls
 from kvmesh.protocol.errors import ApiError, unavailable
@@ -248,7 +256,9 @@ class WorkerService(Service):
     async def _generate(self, request: web.Request, kind: ApiKind) -> web.StreamResponse:
         if self._planner is None or self._answerer is None:
             raise unavailable("The engine is still loading; try again in a moment.", code="loading", retry_after_s=2)
-        body = decode_request(kind, await request.read())
+        with receiving(request):
+            data = await request.read()
+        body = decode_request(kind, data)
         parent = self._tracing.extract(request.headers)
         request_id = body.request_id or request[REQUEST_ID]
         with self._tracing.span(self.name, parent, kind=SpanKind.SERVER, request_id=request_id) as (span, context):
