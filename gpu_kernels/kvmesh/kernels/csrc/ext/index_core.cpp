@@ -166,7 +166,11 @@ size_t Core::dissolve(Source& source, size_t limit) {
 void Core::store(uint32_t stream, const Run& run) {
   Source& source = this->source(stream);
   if (run.tier != kDevice) set_bit(cold_, source.number, true);
-  if (!place(source, run) || source.parked.empty()) return;
+  if (!place(source, run)) {
+    enforce();  // it may be parked, which takes memory, too
+    return;
+  }
+  if (source.parked.empty()) return;
   std::vector<Work> waiting;
   adopted(source, run.hashes, run.count, waiting);
   while (!waiting.empty()) {
