@@ -36,7 +36,7 @@ NATIVE := $(shell find gpu_kernels -name '*.cpp' -o -name '*.cc' -o -name '*.c' 
 	-o -name '*.hpp' -o -name '*.cuh')
 INSTALLED_FROM := pyproject.toml constraints.txt hatch_build.py gpu_kernels/kvmesh/kernels/build.py $(NATIVE)
 
-.PHONY: help up down test soak-cache soak-modes soak-e2e fault-matrix cancel-storm observability-test deploy-test k8s-tools k8s-build k8s-images k8s-test reference lint bench peers clean venv check
+.PHONY: help up down test soak-cache soak-modes soak-events soak-e2e fault-matrix cancel-storm observability-test deploy-test k8s-tools k8s-build k8s-images k8s-test reference lint bench peers clean venv check
 
 help: ## Show this help
 	@echo "Targets:"
@@ -47,8 +47,8 @@ help: ## Show this help
 	@echo "  TORCH_INDEX extra package index that has another build of torch (PyTorch's own pages name those"
 	@echo "              for CPU and for each CUDA version); empty: whatever the default index has. Run"
 	@echo "              'make clean' before changing it"
-	@echo "  EXTRAS      optional transfer libraries to install, too: EXTRAS=ucx,mooncake,mpi (see"
-	@echo "              docs/transfer-backends.md)"
+	@echo "  EXTRAS      what else to install, with commas: ucx, mooncake, mpi (docs/transfer-backends.md),"
+	@echo "              bench (for 'kvmesh bench --plot'), keys (for 'kvmesh keys tls')"
 	@echo "  ARGS        arguments for 'kvmesh up', pytest or a benchmark: make up ARGS='--generation 2'"
 	@echo "  PEERS       where other projects' code is set up (now: $(PEERS))"
 	@echo "  JOBS        processes that run tests at the same time (now: $(JOBS)); 0 runs them in one"
@@ -78,6 +78,9 @@ fault-matrix: $(DEV) ## Hurt every process at every point of a transfer; goes on
 
 cancel-storm: $(DEV) ## Cancel 2000 streams in mid-transfer, four times, over DEFAULT and NIXL
 	@KVMESH_SOAK=1 KVMESH_STORM=$(STORM) $(BIN)/python -m pytest -s tests/e2e/test_cancel_storm.py $(ARGS)
+
+soak-events: $(DEV) ## Run the random tests and the churn of KV events and their index at full length
+	@KVMESH_SOAK=1 $(BIN)/python -m pytest tests/unit/events tests/integration/events tests/integration/indexer $(ARGS)
 
 soak-e2e: $(DEV) ## Run the end-to-end tests with all their cases
 	@KVMESH_SOAK=1 $(BIN)/python -m pytest tests/e2e $(ARGS)

@@ -8,4 +8,4 @@ import pytest
 
 __all__ = ["soak_only"]
 
-soak_only = pytest.mark.skipif(not os.environ.get("KVMESH_SOAK"), reason="`make soak-e2e` runs it")
+soak_only = pytest.mark.skipif(not os.environ.get("KVMESH_SOAK"), reason="a soak runs it: `make help`")
