@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from kvmesh.hashing import TokenIds
 
-__all__ = ["Cleared", "EventRecord", "LoraKey", "RecordBatch", "Removed", "Stored", "Tier"]
+__all__ = ["Cleared", "EventRecord", "LoraKey", "Owner", "RecordBatch", "Removed", "Stored", "Tier"]
 
 LoraKey = str | int | None
 """An adapter by name, or by number where the engine gives no name; None: the base model."""
@@ -53,12 +53,23 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What it is of, None: the source's."""
 
 
+class Owner(NamedTuple):
+    """Whose blocks are, as an event names them; empty: nobody's in particular, None: it does not say."""
+
+    model: str | None
+    tenant: str | None
+    lora: str | None
+    salt: str | None
+
+
 class Removed(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks left ``tier``."""
 
     hashes: list[int]
     tier: Tier = Tier.DEVICE
     group: int | None = None
+    owner: Owner | None = None
+    """Where hashes are marked with owners: who is named (``kvmesh.events.owners``)."""
 
 
 class Cleared(msgspec.Struct, frozen=True):

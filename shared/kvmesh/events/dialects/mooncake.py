@@ -4,13 +4,11 @@ They may carry the older names, too (``type``, ``block_hashes``), and tell model
 may be of several. The master knows objects, not tokens; events without tokens are about blocks that others have told.
 
 Hashes are of tokens alone, equal for everybody who has the same prompt: here each has what the event says of model,
-tenant, adapter and salt mixed in, so that one owner's block is not taken for another's.
+tenant, adapter and salt mixed in (:mod:`kvmesh.events.owners`), so that one owner's block is not taken for another's.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from hashlib import blake2b
 from typing import Literal
 
 import msgspec
@@ -20,7 +18,8 @@ from kvmesh.events.dialects.base import DecodedEvent
 from kvmesh.events.dialects.identity import BlockContent
 from kvmesh.events.dialects.normalise import WireHash
 from kvmesh.events.dialects.tokens import read_tokens
-from kvmesh.events.records import Cleared, EventRecord
+from kvmesh.events.owners import mark_of
+from kvmesh.events.records import Cleared, EventRecord, Owner
 
 __all__ = ["NAME", "decode", "is_mooncake"]
 
@@ -59,16 +58,11 @@ class _Event(msgspec.Struct, kw_only=True, gc=False):
     def own(self, hash_: WireHash) -> int:
         """A hash that no block of another model, tenant, adapter or salt has."""
         (value,) = normalise.block_hashes([hash_])
-        return value ^ _mark(
-            self.model_name or "", self.tenant_id or "", self.lora_name or "", self.additional_salt or ""
-        )
+        return value ^ mark_of(self.owner)
 
-
-@lru_cache(4096)
-def _mark(*scope: str) -> int:
-    if not any(scope):
-        return 0
-    return int.from_bytes(blake2b(msgspec.msgpack.encode(scope), digest_size=8).digest(), "little")
+    @property
+    def owner(self) -> Owner:
+        return Owner(self.model_name, self.tenant_id, self.lora_name, self.additional_salt)
 
 
 _decoder = msgspec.msgpack.Decoder(_Event)
@@ -93,7 +87,8 @@ def _record(raw: _Event) -> EventRecord:
     if raw.event_type == "cleared":
         return Cleared()
     if raw.event_type == "removed":
-        return normalise.removed(hashes=raw.hashes, medium=raw.medium, group=None, locality=raw.locality)
+        removed = normalise.removed(hashes=raw.hashes, medium=raw.medium, group=None, locality=raw.locality)
+        return msgspec.structs.replace(removed, owner=raw.owner)
     tokens = read_tokens(raw.token_ids)
     return normalise.stored(
         hashes=raw.hashes,

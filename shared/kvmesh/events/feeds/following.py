@@ -20,6 +20,7 @@ from kvmesh.events.index import PrefixIndex
 from kvmesh.events.items import Batch, Connected, Disconnected, Item, Reset
 from kvmesh.events.keyed import KeyRing, is_readable
 from kvmesh.events.listener import Admission, EventListener, StreamName
+from kvmesh.events.owners import Owners
 from kvmesh.events.subscriber import EventSubscriber, Watermark
 from kvmesh.net.clock import Clock
 from kvmesh.net.curve import CurveSecurity
@@ -94,6 +95,7 @@ class Following:
         self._observer = observer
         self.disconnected_at_s = clock.monotonic_s()
         self._resume_from = resume_from
+        self._owners = Owners(unsure=resume_from is not None)
         self._context = context
         self._security = security
         self._tells_again = resume_from is not None and observer is not None
@@ -194,6 +196,7 @@ class Following:
                     so_far=self.failures_total,
                 )
             self._index.clear(self.feed.source)
+            self._owners.clear()
             self.watch.void()
             if self._observer is not None:
                 self._observer.cleared(self.feed)
@@ -203,6 +206,7 @@ class Following:
         feed = self.feed
         match item:
             case Batch():
+                item = item._replace(records=self._owners.resolve(item.records))
                 self._index.apply(feed.source, item.records.records)
                 if self.watch.wants(item.sequence):
                     self._judge(self.watch.applied(item.sequence, self._held()))
@@ -211,6 +215,7 @@ class Following:
             case Reset():
                 _log.warning("a worker's blocks are read anew", instance_id=feed.source.instance_id, why=item.reason)
                 self._index.clear(feed.source)
+                self._owners.clear()
                 self.watch.void()
                 if self._observer is not None:
                     self._observer.cleared(feed)

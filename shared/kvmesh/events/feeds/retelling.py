@@ -10,6 +10,7 @@ from kvmesh.events.decoding import BatchError, decode_batch
 from kvmesh.events.feeds.feed import Feed
 from kvmesh.events.items import Batch
 from kvmesh.events.keyed import KeyRingPart
+from kvmesh.events.owners import Owners
 from kvmesh.events.replay import REPLAY_SILENCE_S, ReplayFailedError, ReplayRequest
 from kvmesh.net.curve import CurveSecurity
 from kvmesh.telemetry import get_logger
@@ -37,7 +38,7 @@ async def told_again(
     """
     if feed.replay_endpoint is None:
         return
-    before = -1
+    before, owners = -1, Owners()
     request = ReplayRequest(
         context, feed.replay_endpoint, 0, REPLAY_SILENCE_S, security=security, with_state=feed.in_mesh
     )
@@ -47,7 +48,7 @@ async def told_again(
                 if kept.sequence <= before or (kept.sequence > last and not feed.in_mesh):
                     return
                 before = kept.sequence
-                records = decode_batch(kept.payload, keys)
+                records = owners.resolve(decode_batch(kept.payload, keys))
                 yield Batch(kept.sequence, kept.topic.decode(errors="replace"), records, replayed=True)
     except (BatchError, ReplayFailedError) as error:
         _log.warning(
