@@ -123,6 +123,7 @@ class BatchSender:
         self._published = published
         self._statistics = statistics
         self._arrears = Arrears()
+        self._unanswered_total = 0
         self._last = -1
         """Number of the latest batch that ``_live`` has taken in."""
         self.lost: deque[QueuedBatch] = deque(maxlen=MAX_LOST_BATCHES)
@@ -147,7 +148,7 @@ class BatchSender:
                     os.eventfd_read(self._wake)
                 self._send_queued(BATCHES_A_TURN)
                 if sockets.replay is not None and sockets.replay in ready:
-                    self._answer(sockets.replay)
+                    self._answer_safely(sockets.replay)
                 if sockets.zap is not None and sockets.zap.socket in ready:
                     sockets.zap.answer()
             end_s = time.monotonic() + SHUTDOWN_S
@@ -161,16 +162,16 @@ class BatchSender:
             if not self._queue:
                 return
             sequence, batch = self._queue.popleft()
-            self._take_in_lost(sequence)
-            if self._arrears:
-                batch.events[:0] = self._arrears.take()
-            batch.events = self._live.take_in(batch.events)
-            self._last = sequence
             try:
+                self._take_in_lost(sequence)
+                if self._arrears:
+                    batch.events[:0] = self._arrears.take()
+                batch.events = self._live.take_in(batch.events)
+                self._last = sequence
                 fault_point("events.before_send")
                 payload = encode_batch(batch, self._encoding)
                 self._sockets.stream.send_multipart([self._topic, sequence.to_bytes(8, "big"), payload], zmq.NOBLOCK)
-            except _SEND_ERRORS as error:
+            except Exception as error:  # without this thread nobody would hear of anything any more
                 self._failed(batch, error)
                 continue
             self._kept.append((sequence, payload))
@@ -188,7 +189,22 @@ class BatchSender:
         self._statistics.send_failures_total += 1
         failures = self._statistics.send_failures_total
         if failures & (failures - 1) == 0:
-            _log.warning("KV event batches could not be sent", failures=failures, error=str(error))
+            expected = isinstance(error, _SEND_ERRORS)
+            _log.warning(
+                "KV event batches could not be sent",
+                failures=failures,
+                error=str(error),
+                exc_info=None if expected else error,
+            )
+
+    def _answer_safely(self, replay: zmq.Socket[bytes]) -> None:
+        """What one request makes go wrong costs its reader an answer, and nobody the thread."""
+        try:
+            self._answer(replay)
+        except Exception as error:
+            self._unanswered_total += 1
+            if self._unanswered_total & (self._unanswered_total - 1) == 0:
+                _log.error("a request could not be answered", so_far=self._unanswered_total, exc_info=error)
 
     def _answer(self, replay: zmq.Socket[bytes]) -> None:
         """One request: ``[client, "", start]``, ``[client, "", "state"]`` or ``[client, "", "digest"]``."""

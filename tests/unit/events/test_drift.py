@@ -33,6 +33,7 @@ def test_equal_sets_are_equal_whoever_is_ahead() -> None:
     assert watch.wants(1)
     assert watch.applied(1, held(1, 2)) is None
     assert watch.told(answer(0, 1), (1, held(1, 2))) is None  # late
+    assert watch.missed_total == 0
     assert watch.told(answer(1, 2, 1), (1, held(1, 2))) is None
     assert not watch.wants(2)
     assert watch.told(answer(3, 3), (1, held(1, 2))) is None  # early: it waits
@@ -115,3 +116,12 @@ def test_bytes_of_something_else_are_refused() -> None:
     for data in (b"", b"\xc1", b"\x81\xa1a\x01"):
         with pytest.raises(ValueError):
             SavedFeed.decode(data)
+
+
+def test_an_answer_that_cannot_be_compared_is_counted() -> None:
+    watch = DriftWatch(1.0)
+    watch.asked((0, held(1)))
+    for sequence in range(1, KEPT_BATCHES + 5):
+        watch.applied(sequence, held(sequence))
+    assert watch.told(answer(KEPT_BATCHES + 2, 9), (KEPT_BATCHES + 4, held(1))) is None
+    assert (watch.compared_total, watch.missed_total) == (0, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from kvmesh.cache.events import StoredBlocks
 from kvmesh.events.digests import DigestAnswer, DigestKey, digest_of, parse_answer
 from kvmesh.events.encoding import encode_batch
 from kvmesh.events.endpoints import EndpointError, rank_endpoint
+from kvmesh.events.live import LiveBlocks
 from kvmesh.events.published import PublishedSet
 from kvmesh.events.publisher import NullPublisher, ZmqPublisher
 from kvmesh.events.records import Tier
@@ -27,7 +28,7 @@ from kvmesh.events.sink import StreamSink
 from kvmesh.events.target import TargetGroup
 from kvmesh.hashing import ReuseScope
 from kvmesh.net.faults import FaultInjectedError, injected
-from kvmesh.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from kvmesh.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KvEvent
 
 LOOPBACK = "tcp://127.0.0.1:*"
 TIMEOUT_MS = 5000
@@ -440,6 +441,34 @@ def test_a_batch_that_cannot_be_encoded_ends_nothing() -> None:
         publisher.publish([stored(1)])
         drained(publisher, 1)
         assert publisher.statistics().send_failures_total == 1
+        assert replay(publisher, 0) == [1, -1]
+
+
+def test_a_defect_ends_neither_the_stream_nor_its_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread serves every reader, and nobody would start it again."""
+    take_in = LiveBlocks.take_in
+
+    def failing(live: LiveBlocks, events: Sequence[KvEvent]) -> list[KvEvent]:
+        if any(isinstance(event, BlockStored) and event.block_hashes == [13] for event in events):
+            raise LookupError("a defect")
+        return take_in(live, events)
+
+    monkeypatch.setattr(LiveBlocks, "take_in", failing)
+    with publishing() as publisher:
+        publisher.publish([stored(13)])
+        publisher.publish([stored(1)])
+        drained(publisher, 1)
+        assert publisher.statistics().send_failures_total == 1
+        with monkeypatch.context() as patch, reader(zmq.DEALER, publisher.replay_endpoint) as socket:
+            asked = threading.Event()
+
+            def defect(live: LiveBlocks) -> None:
+                asked.set()
+                raise LookupError("a defect")
+
+            patch.setattr(LiveBlocks, "events", defect)
+            socket.send_multipart([b"", b"state"])
+            assert asked.wait(5)
         assert replay(publisher, 0) == [1, -1]
 
 

@@ -50,6 +50,8 @@ class DriftWatch:
         self._told: DigestAnswer | None = None
         self._asking = False
         self.compared_total = 0
+        self.missed_total = 0
+        """Answers about a batch whose digests had not been noted: the publisher was too busy to be compared."""
 
     def asked(self, now: tuple[int, Held | None]) -> None:
         """The publisher is being asked, while the batch with this number was the last one applied."""
@@ -99,6 +101,7 @@ class DriftWatch:
             return Drift(wanted, {}) if missing else None
         if wanted < sequence:
             held = next((of for number, of in self._history if number == wanted), None)
+            self.missed_total += held is None
         self._history.clear()
         return None if held is None else self._compare(answer, held)
 

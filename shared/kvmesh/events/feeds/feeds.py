@@ -125,6 +125,7 @@ class Feeds:
         self._ended_dialects: dict[str, int] = {}
         self._ended_drifts = 0
         self._ended_failures = 0
+        self._ended_checks = self._ended_checks_missed = 0
         self._predictions = 0
         self._predictions_refused = 0
 
@@ -316,7 +317,9 @@ class Feeds:
             **{f"feed_{name}": total for name, total in totals.items()},
             "drift_total": self._ended_drifts + sum(following.drifts_total for following in followed),
             "feed_failures_total": self._ended_failures + sum(following.failures_total for following in followed),
-            "drift_checks_total": sum(following.watch.compared_total for following in followed),
+            "drift_checks_total": self._ended_checks + sum(following.watch.compared_total for following in followed),
+            "drift_checks_missed_total": self._ended_checks_missed
+            + sum(following.watch.missed_total for following in followed),
             "predictions_total": self._predictions,
             "predictions_refused_total": self._predictions_refused,
         }
@@ -403,6 +406,8 @@ class Feeds:
             _add(self._ended_dialects, subscriber.dialects)
             self._ended_drifts += running.following.drifts_total
             self._ended_failures += running.following.failures_total
+            self._ended_checks += running.following.watch.compared_total
+            self._ended_checks_missed += running.following.watch.missed_total
             if running.feed.topic is not None and self._listener is not None:
                 stream = StreamName(running.feed.topic, running.feed.source.dp_rank)
                 if self._listened.get(stream) == running.feed.source:
