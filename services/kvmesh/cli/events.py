@@ -19,6 +19,7 @@ from kvmesh.cli.target import (
     tls_of,
 )
 from kvmesh.cli.trust import add_curve_flags
+from kvmesh.events.records import Tier
 from kvmesh.models.errors import ModelError
 from kvmesh.models.store import resolve_model
 from kvmesh.models.tokenizer import Tokenizer
@@ -42,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:  # noqa: 
     )
     parser.add_argument("--worker", action="append", metavar="ID", help="only this worker; may be repeated")
     parser.add_argument("--type", action="append", choices=EVENT_TYPES, help="only such events; may be repeated")
-    parser.add_argument("--model", metavar="NAME", help="only workers of this model")
+    parser.add_argument("--model", metavar="NAME", help="only events of this model")
+    parser.add_argument("--tenant", metavar="NAME", help="only events of this tenant")
+    parser.add_argument("--tier", choices=[tier.name.lower() for tier in Tier], help="only of this tier, and 'cleared'")
     parser.add_argument("--lora", metavar="NAME", help="only blocks of this adapter (name or number), and removals")
     parser.add_argument("--salt", metavar="TEXT", help="only blocks of sequences with this cache salt, and removals")
     parser.add_argument("--text", action="store_true", help="show the text of stored blocks")
@@ -67,7 +70,14 @@ def run(args: argparse.Namespace) -> int:
     if args.endpoint and args.text and not args.tokenizer:
         raise UserError("--text needs --tokenizer MODEL here: a publisher does not say which model it serves")
     workers = frozenset(args.worker or ())
-    wanted = EventFilter(frozenset(args.type or ()), model=args.model, lora=args.lora, salt=args.salt)
+    wanted = EventFilter(
+        frozenset(args.type or ()),
+        model=args.model,
+        tenant=args.tenant,
+        tier=None if args.tier is None else Tier[args.tier.upper()],
+        lora=args.lora,
+        salt=args.salt,
+    )
     printer = Printer(
         Console(),
         args.count,

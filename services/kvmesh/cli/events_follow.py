@@ -102,7 +102,8 @@ async def follow_indexer(
             return
         if not workers or origin.instance_id in workers:
             name = f"{origin.instance_id}/{origin.dp_rank}" if origin.dp_rank else origin.instance_id
-            printer.batch(Stream(name, origin.model, origin.lora, origin.salt), sequence, frames[2])
+            stream = Stream(name, origin.model, origin.lora, origin.salt, origin.tenant)
+            printer.batch(stream, sequence, frames[2])
 
     async with _until_done(printer) as tasks:
         tasks.start_soon(_subscribe, "indexer", found.endpoint, printer, take, security)

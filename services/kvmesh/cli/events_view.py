@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvmesh.events.decoding import BatchError, decode_batch
-from kvmesh.events.index.scope import salts_on_the_wire
-from kvmesh.events.records import Cleared, EventRecord, LoraKey, Removed, Stored
+from kvmesh.events.index.scope import DEFAULT_TENANT, salts_on_the_wire
+from kvmesh.events.records import Cleared, EventRecord, LoraKey, Removed, Stored, Tier
 from kvmesh.protocol.mesh_events import TIER_MEDIA
 
 __all__ = ["EVENT_TYPES", "EventFilter", "Printer", "Stream", "describe", "event_type"]
@@ -39,6 +39,8 @@ class Stream(NamedTuple):
     """Adapter of blocks that name none."""
     salt: str | None = None
     """Salt of blocks that name none."""
+    tenant: str = DEFAULT_TENANT
+    """Whose the blocks are that name nobody."""
 
 
 class EventFilter:
@@ -46,7 +48,9 @@ class EventFilter:
 
     Args:
         types: of :data:`EVENT_TYPES`; empty: all.
-        model: only streams of this model.
+        model: only events of this model: of its streams, and of others what names it.
+        tenant: the same of tenants.
+        tier: only what lies in this tier, or leaves it; ``cleared`` is of all.
         lora: only blocks of this adapter, by name or number; removals do not tell theirs and are shown.
         salt: only blocks of sequences with this salt, by the text or as the events write it; the same of removals.
     """
@@ -56,11 +60,15 @@ class EventFilter:
         types: frozenset[str] = frozenset(),
         *,
         model: str | None = None,
+        tenant: str | None = None,
+        tier: Tier | None = None,
         lora: str | None = None,
         salt: str | None = None,
     ) -> None:
         self._types = types
         self._model = model
+        self._tenant = tenant
+        self._tier = tier
         self._lora = lora
         self._salts = None if salt is None else frozenset(salts_on_the_wire(salt))
         self._salt_of: dict[tuple[str, int], str] = {}
@@ -68,7 +76,15 @@ class EventFilter:
     def shows(self, stream: Stream, record: EventRecord) -> bool:
         """Whether an event fits."""
         fits = not isinstance(record, Stored) or self._fits(stream, record)
-        return fits and self._model in (None, stream.model) and (not self._types or event_type(record) in self._types)
+        if isinstance(record, Stored | Removed):
+            of = record if isinstance(record, Stored) else record.owner
+            model, tenant = (None, None) if of is None else (of.model, of.tenant)
+            fits = fits and self._tier in (None, record.tier)
+        else:
+            model = tenant = None
+        fits = fits and self._model in (None, model or stream.model)
+        fits = fits and self._tenant in (None, tenant or stream.tenant)
+        return fits and (not self._types or event_type(record) in self._types)
 
     def _fits(self, stream: Stream, record: Stored) -> bool:
         lora = stream.lora if record.lora is None else record.lora
@@ -77,8 +93,10 @@ class EventFilter:
         return self._salts is None or self._salt(stream, record) in self._salts
 
     def _salt(self, stream: Stream, record: Stored) -> str | None:
-        """The salt of a sequence, which its first block tells."""
+        """The salt of a sequence, which its first block tells; blocks that move tell nothing but their hashes."""
         salt = record.salt
+        if salt is None and not len(record.token_ids):
+            salt = self._salt_of.get((stream.name, record.hashes[0]))
         if salt is None and record.parent is not None:
             salt = self._salt_of.get((stream.name, record.parent))
         if salt is not None:

@@ -17,7 +17,7 @@ from kvmesh.cli import main as cli
 from kvmesh.cli.events_view import EventFilter, Printer, Stream, describe
 from kvmesh.config.curve import CurveSettings
 from kvmesh.events.publisher import ZmqPublisher
-from kvmesh.events.records import Cleared, Removed, Stored, Tier
+from kvmesh.events.records import Cleared, Owner, Removed, Stored, Tier
 from kvmesh.hashing import salt_id
 from kvmesh.net.curve import CurveSecurity, create_key_pair
 from kvmesh.protocol.events import AllBlocksCleared, BlockStored, EventBatch
@@ -93,6 +93,32 @@ def test_filters_by_type_model_and_adapter() -> None:
     assert EventFilter(lora="of the worker").shows(stream, stored([1]))
     assert EventFilter(lora="7").shows(stream, stored([1], lora=7))
     assert not EventFilter(lora="7").shows(stream, stored([1]))
+
+
+def test_filters_by_what_the_event_names() -> None:
+    """One stream may be of several models and tenants."""
+    stream = Stream("w", "m", tenant="acme")
+    other = stored([1], model="other", tenant="else")
+    gone = Removed(hashes=[1], owner=Owner("other", "else", None, None))
+    for record in (other, gone):
+        assert EventFilter(model="other", tenant="else").shows(stream, record)
+        assert not EventFilter(model="m").shows(stream, record)
+        assert not EventFilter(tenant="acme").shows(stream, record)
+    for record in (stored([1]), Removed(hashes=[1]), Cleared()):
+        assert EventFilter(model="m", tenant="acme").shows(stream, record)
+        assert not EventFilter(tenant="else").shows(stream, record)
+    shows = EventFilter(tier=Tier.HOST).shows
+    assert shows(stream, stored([1], tier=Tier.HOST))
+    assert shows(stream, Cleared())
+    assert not shows(stream, stored([1]))
+    assert not shows(stream, Removed(hashes=[1]))
+
+
+def test_a_salted_block_that_moves_is_shown() -> None:
+    shows = EventFilter(salt="tenant-a").shows
+    assert shows(Stream("w"), stored([1, 2], salt="tenant-a"))
+    assert shows(Stream("w"), stored([2], tokens=[], tier=Tier.HOST))
+    assert not shows(Stream("w"), stored([3], tokens=[], tier=Tier.HOST))
 
 
 @pytest.mark.parametrize("on_the_wire", ["tenant-a", str(salt_id("tenant-a"))])
