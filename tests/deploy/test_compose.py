@@ -298,7 +298,8 @@ def test_down_leaves_nothing(mesh: Project, docker: Docker, told: Tell) -> None:
     told("down", time.monotonic() - begin_s)
     left = mesh.left_over()
     assert left["containers"] == left["networks"] == []
-    assert len(left["volumes"]) == 3  # the model, the secrets and etcd's data stay until they are asked for
+    # The model, the secrets (with those of the authority and of Prometheus) and etcd's data stay until asked for.
+    assert len(left["volumes"]) == 5
     mesh.compose("down", "--volumes")
     assert mesh.left_over() == {"containers": [], "networks": [], "volumes": []}
     assert set(docker("volume", "ls", "--quiet").split()) == mesh.foreign_volumes

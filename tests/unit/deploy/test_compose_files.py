@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import yaml
 from containers.engine import CACHE, REPOSITORY
 
+from kvmesh.cli.certificates import make_certificate
 from kvmesh.config import (
     CoordinatorSettings,
     IndexerSettings,
@@ -23,6 +25,8 @@ from kvmesh.config import (
     load_settings,
 )
 from kvmesh.config.startup import refuse_unsupported
+from kvmesh.config.tls import TlsSettings
+from kvmesh.net.tls import Tls
 
 COMPOSE = REPOSITORY / "compose"
 SETTINGS = {
@@ -137,6 +141,84 @@ def test_no_secret_is_a_variable() -> None:
     """Files only: an environment is seen by `docker inspect`."""
     variables = {variable for service in services().values() for variable in service.get("environment") or {}}
     assert [name for name in variables if re.search("SECRET|KEY|PASSWORD|TOKEN$", name) and "_FILE" not in name] == []
+
+
+def run_secrets(root: Path) -> None:
+    """The job that makes secrets, with its volumes in a directory."""
+    [script] = services()["secrets"]["command"]
+    for name in ("kvmesh", "authority", "scraper"):
+        (root / name).mkdir(exist_ok=True)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    subprocess.run(
+        ["sh", "-euc", script.replace("$$", "$").replace("/run/", f"{root}/")],
+        env={"PATH": path, "HOME": str(root), "ENCRYPTED": "1"},
+        cwd=root / "kvmesh",
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_the_key_of_the_authority_is_for_the_job_that_signs() -> None:
+    holders = {
+        name
+        for name, service in services().items()
+        for volume in service.get("volumes", ())
+        if str(volume).startswith("authority:")
+    }
+    assert holders == {"secrets"}
+    prometheus = [str(volume) for volume in services()["prometheus"]["volumes"]]
+    assert not [volume for volume in prometheus if volume.startswith("secrets:")], "it is not of the mesh"
+
+
+def test_secrets_are_made_once_and_certificates_are_renewed(tmp_path: Path) -> None:
+    run_secrets(tmp_path)
+    made = contents(tmp_path)
+    pair = {"tls/ca.crt", "tls/tls.crt", "tls/tls.key"}
+    assert contents(tmp_path / "kvmesh").keys() == pair | {
+        "cluster_secret",
+        "curve/kvmesh.key",
+        "curve/kvmesh.key_secret",
+    }
+    assert contents(tmp_path / "scraper").keys() == pair
+    assert made["scraper/tls/tls.key"] != made["kvmesh/tls/tls.key"]
+    run_secrets(tmp_path)
+    assert contents(tmp_path) == made, "nothing is made twice"
+    old_s = time.time() - 310 * 86_400
+    os.utime(tmp_path / "kvmesh" / "tls" / "tls.crt", (old_s, old_s))
+    run_secrets(tmp_path)
+    renewed = contents(tmp_path)
+    changed = {name for name in renewed if name.startswith("kvmesh/") and renewed[name] != made[name]}
+    assert changed == {"kvmesh/tls/tls.crt", "kvmesh/tls/tls.key"}, "of the same authority"
+    tls = tmp_path / "kvmesh" / "tls"
+    Tls(TlsSettings(cert_file=str(tls / "tls.crt"), key_file=str(tls / "tls.key"), ca_file=str(tls / "ca.crt")))
+
+
+def test_an_authority_beside_its_certificates_is_moved(tmp_path: Path) -> None:
+    """As earlier versions left it."""
+    make_certificate(tmp_path / "kvmesh" / "tls")
+    before = contents(tmp_path / "kvmesh")
+    run_secrets(tmp_path)
+    assert (tmp_path / "authority" / "ca.key").read_bytes() == before.pop("tls/ca.key")
+    after = contents(tmp_path / "kvmesh")
+    assert "tls/ca.key" not in after
+    assert before.items() <= after.items()
+
+
+def test_certificates_of_another_authority_stay(tmp_path: Path) -> None:
+    make_certificate(tmp_path / "kvmesh" / "tls")
+    (tmp_path / "kvmesh" / "tls" / "ca.key").unlink()
+    certificate = tmp_path / "kvmesh" / "tls" / "tls.crt"
+    os.utime(certificate, (0, 0))
+    before = contents(tmp_path / "kvmesh")
+    run_secrets(tmp_path)
+    assert before.items() <= contents(tmp_path / "kvmesh").items()
+    assert contents(tmp_path / "scraper") == before
+    assert contents(tmp_path / "authority") == {}
 
 
 @pytest.mark.skipif(shutil.which("docker") is None, reason="there is no docker command")
