@@ -78,7 +78,13 @@ class Routes:
         if body.bind and not feeds.listens:
             raise bad_request("This indexer binds nothing; set listen_endpoint.", param="bind")
         feed = _feed(body, feeds.listen_endpoint)
-        feeds.follow(feed, by_hand=True)
+        if not feeds.follow(feed, by_hand=True):
+            raise ApiError(
+                409,
+                f"{feed.source.instance_id!r} is a worker of the mesh and followed as the coordinator says; "
+                "give the other one another instance_id.",
+                code="worker_of_the_mesh",
+            )
         return json_response({"status": "ok", "instance_id": feed.source.instance_id})
 
     async def _unregister(self, request: web.Request) -> web.Response:

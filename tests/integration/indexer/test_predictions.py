@@ -115,6 +115,9 @@ async def test_a_member_without_events_is_followed_by_predictions_too() -> None:
         assert indexer.service.statistics()["feeds_approximate"] == 2
         feeds.hear(MemberEvent(revision=2, kind="joined", member=msgspec.structs.replace(member, epoch=4)))
         assert indexer.held(1) == {}, "another life has nothing"
+        with pytest.raises(ApiError, match="worker of the mesh") as refused:
+            await indexer.post("/register", instance_id="w", model="m", events="none", block_size=BLOCK)
+        assert refused.value.status == 409
         feeds.hear(MemberEvent(revision=3, kind="dead", member=msgspec.structs.replace(member, epoch=4)))
         assert indexer.service.statistics()["feeds_approximate"] == 0
 

@@ -143,12 +143,15 @@ class Feeds:
         for feed in feeds:
             self.follow(feed)
 
-    def follow(self, feed: Feed, *, by_hand: bool = False) -> None:
-        """Follow a publisher; one that is followed already goes on undisturbed, an older life of its source ends."""
+    def follow(self, feed: Feed, *, by_hand: bool = False) -> bool:
+        """Follow a publisher; one that is followed already goes on undisturbed, an older life of its source ends.
+
+        False when a later life is followed, which goes on.
+        """
         running = self._running.get(feed.source)
         if running is not None:
             if running.feed == feed or running.feed.epoch > feed.epoch:
-                return
+                return running.feed == feed
             self._end(running)
         if feed.topic is not None:
             self._unwanted.pop(StreamName(feed.topic, feed.source.dp_rank), None)
@@ -182,6 +185,7 @@ class Feeds:
             if feed.topic is not None:
                 self._listened[StreamName(feed.topic, feed.source.dp_rank)] = feed.source
             self._tasks.start_soon(self._run, following, running.scope)
+        return True
 
     def stop(self, instance_id: str, dp_rank: int | None = None) -> list[Feed]:
         """Stop following a worker, or one of its ranks, and forget its blocks at once; gives what was followed."""
