@@ -79,8 +79,8 @@ def say_line(console: Console, line: LogLine) -> None:
     )
 
 
-def print_ready(console: Console, state: MeshState, run_dir: RunDir, *, detached: bool) -> None:
-    """The ready block: the URL, the first answer, a line to copy, and what to do next."""
+def print_ready(console: Console, state: MeshState, run_dir: RunDir, *, detached: bool, with_key: bool = False) -> None:
+    """The ready block: URL, first answer, a line to copy (``with_key``: with an API key), and what to do next."""
     body = {"model": state.model, "messages": [{"role": "user", "content": "Hello!"}], "stream": True}
     console.print()
     console.print(f"[bold green]KVMesh is ready[/] at [bold]{escape(state.url)}[/]  (model {escape(state.model)})")
@@ -98,6 +98,8 @@ def print_ready(console: Console, state: MeshState, run_dir: RunDir, *, detached
         console.print()
     # Written past rich's wrapping: the command must survive being copied.
     curl = f"curl -N --cacert {shlex.quote(state.tls['ca_file'])}" if "ca_file" in state.tls else "curl -N"
+    if with_key:
+        curl += ' -H "Authorization: Bearer $KVMESH_API_KEY"'
     console.file.write(
         f"  {curl} {state.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n\n"
     )

@@ -23,7 +23,10 @@ UNHEALTHY = 1
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:  # noqa: ARG001 - one command
     """Whose health."""
     parser.add_argument(
-        "url", nargs="?", help=f"base URL of a service (default: the one that wrote ${VARIABLE}, else {DEFAULT_URL})"
+        "url",
+        nargs="?",
+        help=f"base URL of a service (default: the one that wrote ${VARIABLE}, or the mesh that 'up' started, "
+        f"else {DEFAULT_URL})",
     )
     parser.add_argument("--ready", action="store_true", help="of a router: whether it has servers to send requests to")
     parser.add_argument("--timeout", metavar="S", type=float, default=4.0, help="longest wait (default: 4)")
@@ -36,14 +39,14 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: the URL is none, or the service beside this command has not started.
     """
-    own = read_serving() if args.url is None else None
+    own = (read_serving() or _running_mesh()) if args.url is None else None
     serving = own or Serving(args.url or DEFAULT_URL)
     if args.ca_file is not None:
         serving = serving._replace(ca_file=args.ca_file)
     try:
         status, detail = _ask(serving, "/ready" if args.ready else "/health", args.timeout, named=own is None)
     except (OSError, http.client.HTTPException) as error:
-        print(f"{serving.url} does not answer: {error or type(error).__name__}")
+        print(f"{serving.url} does not answer: {_reason(error)}")
         return UNHEALTHY
     print(f"{serving.url} {detail or 'ok' if status == 200 else f'{status}: {detail}'}")
     return 0 if status == 200 else UNHEALTHY
@@ -78,6 +81,27 @@ def _ask(serving: Serving, path: str, timeout_s: float, *, named: bool) -> tuple
         return response.status, _detail(response.read(1 << 16))
     finally:
         connection.close()
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted ({error.verify_message}); give --ca-file"
+    if isinstance(error, (http.client.RemoteDisconnected, ssl.SSLError)):
+        return (
+            f"{error}; perhaps it asks for a client certificate, which 'kvmesh health' presents beside the service only"
+        )
+    return str(error) or type(error).__name__
+
+
+def _running_mesh() -> Serving | None:
+    """The router of the mesh that ``up`` started here."""
+    from kvmesh.cli.rundir import RunDir, is_running  # not beside each service, every few seconds
+
+    state = RunDir.from_environment().read()
+    if state is None or not is_running(state.supervisor):
+        return None
+    tls = state.tls
+    return Serving(state.url, tls.get("ca_file"), tls.get("cert_file"), tls.get("key_file"))
 
 
 def _context(serving: Serving, *, named: bool) -> ssl.SSLContext:

@@ -156,7 +156,7 @@ class Mesh:
         self._state.phase, self._state.message = "ready", ""
         self._write_state()
         self._progress.end()
-        print_ready(self._console, self._state, self._run_dir, detached=False)
+        print_ready(self._console, self._state, self._run_dir, detached=False, with_key=headers is not None)
 
     async def _stop(self) -> None:
         self._state.phase = "stopping"

@@ -45,4 +45,7 @@ async def explained(
         return UserError(f"{url} answers, but not as a {wanted}; check {flag}")
     if health.service == wanted:
         return UserError(f"{url} is a {wanted} of another version: {error}")
-    return UserError(f"{url} is a {health.service} server, not a {wanted}; give the {wanted}'s address with {flag}")
+    article = "an" if health.service[0] in "aeiou" else "a"
+    return UserError(
+        f"{url} is {article} {health.service} server, not a {wanted}; give the {wanted}'s address with {flag}"
+    )

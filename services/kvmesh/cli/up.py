@@ -32,6 +32,7 @@ from kvmesh.config.errors import sentence_of
 from kvmesh.config.mesh import spread_over_workers
 from kvmesh.config.mesh_pairing import refuse_unpairable
 from kvmesh.config.mesh_plan import plan_mesh as plan_settings
+from kvmesh.config.nearest import unknown_key_message
 from kvmesh.config.sources import merged
 from kvmesh.config.startup import refuse_unsupported
 from kvmesh.models.errors import ModelError
@@ -49,6 +50,9 @@ FAILED = 1
 DETACH_POLL_S = 0.1
 
 _SECTIONS = {"context": "context", "generation": "generation", "both": "aggregated"}
+
+_KNOWN = MeshSettings.model_fields.keys() | WorkerSettings.model_fields.keys()
+"""First parts of what ``--set`` can name: a worker's settings go to all of them."""
 
 PLANS = 3
 """How often ports are chosen anew because a chosen one was lost to another program before it was used."""
@@ -113,7 +117,10 @@ def _settings(args: argparse.Namespace) -> MeshSettings:
     overrides = {key: value for key, value in flags.items() if value is not None}
     if args.port is not None:
         overrides["router"] = {"port": args.port}
-    assigned = spread_over_workers(parse_assignments(args.set))
+    given = parse_assignments(args.set)
+    for key in given.keys() - _KNOWN:
+        raise UserError(f"--set: {unknown_key_message(key, _KNOWN)}")
+    assigned = spread_over_workers(given)
     try:
         return load_settings(MeshSettings, args.config, overrides=merged(assigned, overrides))
     except ConfigError as error:
@@ -247,5 +254,6 @@ def _detach(args: argparse.Namespace, console: Console, run_dir: RunDir, mesh: M
     # Each log began anew with this start: what its services warn of is what the foreground shows.
     for line in LogFollower.whole((child.name, run_dir.log_of(child.name)) for child in state.children):
         say_line(console, line)
-    print_ready(console, state, run_dir, detached=True)
+    with_key = bool(mesh.api_keys_file or mesh.router.api_keys_file or mesh.router.api_keys)
+    print_ready(console, state, run_dir, detached=True, with_key=with_key)
     return 0

@@ -16,6 +16,7 @@ from kvmesh.events.index import PrefixIndex, Source
 from kvmesh.events.index.index import DumpedBlock
 from kvmesh.events.keyed import KeyRing
 from kvmesh.events.keyed_lookup import lookup_of
+from kvmesh.events.records import Tier
 from kvmesh.hashing import as_token_ids
 from kvmesh.indexer.answers import dumped_block, query_reply
 from kvmesh.indexer.faces import HashQuery, Prediction, RegisterBody, Unregister
@@ -23,6 +24,7 @@ from kvmesh.indexer.merged import MergedStream
 from kvmesh.indexer.questions import read_question
 from kvmesh.net.http import json_response, read_json, receiving
 from kvmesh.protocol.errors import ApiError, bad_request
+from kvmesh.protocol.mesh_events import TIER_MEDIA
 
 __all__ = ["Routes"]
 
@@ -205,14 +207,14 @@ class _Wanted:
     """The filters of ``/dump``; those that are left out let everything through.
 
     Raises:
-        ApiError: 400, a number that is none.
+        ApiError: 400, a number that is none, or a tier that there is not.
     """
 
     def __init__(self, query: Any) -> None:
         self.instance_id: str | None = query.get("instance_id")
         self.limit = min(_number(query, "limit", MAX_DUMPED_BLOCKS), MAX_DUMPED_BLOCKS)
         self._rank = _number(query, "dp_rank", None)
-        self._tier: str | None = query.get("tier")
+        self._tier = _tier(query.get("tier"))
         self._scope = {key: query[key] for key in ("model", "tenant", "lora", "salt") if key in query}
 
     def source(self, source: Source) -> bool:
@@ -221,10 +223,20 @@ class _Wanted:
 
     def block(self, block: DumpedBlock) -> bool:
         """Whether a block is wanted; an empty ``lora`` or ``salt`` means blocks without one."""
-        if self._tier is not None and block.tier.name.lower() != self._tier:
+        if self._tier is not None and block.tier is not self._tier:
             return False
         scope = block.scope
         return all(str(_empty_if_none(getattr(scope, key))) == value for key, value in self._scope.items())
+
+
+def _tier(name: str | None) -> Tier | None:
+    """A tier by our name, or as events and ``/query`` call it."""
+    if name is None:
+        return None
+    for tier in Tier:
+        if name.lower() in (tier.name.lower(), TIER_MEDIA[tier].lower()):
+            return tier
+    raise bad_request(f"tier is {name[:100]!r}; write device, host or disk (or GPU, CPU, DISK).", param="tier")
 
 
 def _empty_if_none(value: object) -> object:

@@ -32,6 +32,8 @@ def check_endpoint(endpoint: str) -> str:
             raise EndpointError(f"the path of an ipc:// endpoint has 1 to {_MAX_IPC_PATH} bytes")
         return endpoint
     host, _, port = address.rpartition(":")
+    if host == "*":
+        raise EndpointError(f"{endpoint!r} is what its publisher binds; name the host by which it is reached from here")
     if not (host and port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) <= MAX_PORT):
         raise EndpointError(f"{endpoint!r} is not tcp://HOST:PORT with a port from 1 to {MAX_PORT}")
     return endpoint

@@ -153,12 +153,13 @@ async def test_status_says_when_nobody_is_there(capsys, monkeypatch, tmp_path):
     assert "'kvmesh up' starts one" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["router", "context"])
+@pytest.mark.parametrize("name", ["router", "context", "indexer"])
 async def test_status_says_that_it_was_pointed_at_another_service(capsys, name):
     async with serving(Service(name)) as url:
         assert await command("status", "--coordinator", url) == 2
     told = capsys.readouterr().err
-    assert f"{url} is a {name} server, not a coordinator" in told
+    article = "an" if name == "indexer" else "a"
+    assert f"{url} is {article} {name} server, not a coordinator" in told
     assert "--coordinator" in told
 
 

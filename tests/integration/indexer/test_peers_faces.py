@@ -157,12 +157,15 @@ async def test_a_dump_is_filtered() -> None:
 
         assert await dumped("instance_id=a&dp_rank=1") == {("a", 1): 3}
         assert await dumped("tier=host") == {("a", 0): 1, ("a", 1): 1, ("b", 0): 1}
+        assert await dumped("tier=CPU") == await dumped("tier=host"), "as events and /query call it"
         assert await dumped("model=other&salt=") == {("a", 0): 0, ("a", 1): 0, ("b", 0): 3}
         assert await dumped("salt=tenant&instance_id=a&dp_rank=0") == {("a", 0): 0}
         assert await dumped("limit=2&instance_id=b") == {("b", 0): 2}
         with pytest.raises(ApiError) as refused:
             await client.get("/dump?limit=all")
         assert refused.value.status == 400
+        with pytest.raises(ApiError, match="write device, host or disk"):
+            await client.get("/dump?tier=nonsense")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvmesh.cli.main import USER_ERROR, main
+from kvmesh.cli.rundir import MeshState, ProcessState, RunDir, start_ticks
 from kvmesh.cli.serving_file import VARIABLE, Serving, read_serving, write_serving
 
 
@@ -136,3 +138,20 @@ def test_it_starts_without_an_http_stack() -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_mesh_of_up_is_asked_where_nothing_else_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVMESH_RUN_DIR", str(tmp_path))
+    with service(health=OK) as url:
+        own = ProcessState(name="supervisor", pid=os.getpid(), start_ticks=start_ticks(os.getpid()))
+        run_dir = RunDir(tmp_path)
+        run_dir.prepare()
+        run_dir.write(
+            MeshState(
+                phase="ready", supervisor=own, url=url, coordinator_url="", indexer_url="", model="m", temp_dir=""
+            )
+        )
+        assert main(["health"]) == 0
+    assert capsys.readouterr().out == f"{url} ok\n"

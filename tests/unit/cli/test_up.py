@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -13,7 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from kvmesh.cli.console import print_ready
 from kvmesh.cli.rundir import MeshState, ProcessState, RunDir, start_ticks
 
 PROGRAM = Path(__file__).with_name("mesh_program.py")
@@ -232,6 +235,30 @@ def test_a_mesh_that_was_killed_is_not_taken_for_another(command):
         assert told.returncode == 2
         assert "the mesh at http://127.0.0.1:18601 has died" in told.stderr
         assert "kvmesh down" in told.stderr
+
+
+def test_a_misspelt_setting_of_the_workers_names_the_nearest(command):
+    up = command.run("up", "--set=kv_cache_confg.max_tokens=4", *PORTS)
+    assert up.returncode == 2
+    assert "did you mean 'kv_cache_config'?" in up.stderr
+
+
+def test_the_command_to_copy_has_the_key_where_one_is_asked_for(tmp_path):
+    state = MeshState(
+        phase="ready",
+        supervisor=ProcessState(name="supervisor", pid=1, start_ticks=1),
+        url="http://127.0.0.1:8000",
+        coordinator_url="",
+        indexer_url="",
+        model="m",
+        temp_dir="",
+    )
+    for with_key in (False, True):
+        console = Console(file=io.StringIO())
+        print_ready(console, state, RunDir(tmp_path), detached=False, with_key=with_key)
+        assert (
+            '-H "Authorization: Bearer $KVMESH_API_KEY" http://127.0.0.1:8000' in console.file.getvalue()
+        ) is with_key
 
 
 def test_a_taken_port_is_named(command):
