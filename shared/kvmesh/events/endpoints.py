@@ -34,7 +34,7 @@ def check_endpoint(endpoint: str) -> str:
     host, _, port = address.rpartition(":")
     if host == "*":
         raise EndpointError(f"{endpoint!r} is what its publisher binds; name the host by which it is reached from here")
-    if not (host and port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) <= MAX_PORT):
+    if not (host and address.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) <= MAX_PORT):
         raise EndpointError(f"{endpoint!r} is not tcp://HOST:PORT with a port from 1 to {MAX_PORT}")
     return endpoint
 

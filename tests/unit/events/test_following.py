@@ -171,7 +171,7 @@ def test_a_member_that_cannot_be_is_refused(ranks: int, block_tokens: int) -> No
             "tcp://127.0.0.1:99999",
             "tcp://h:" + "9" * 5000,
         ),
-        *("tcp://a\0b:1", "tcp://a b:1", "ipc://", "ipc://" + "x" * 300, "udp://h:1", "inproc://x"),
+        *("tcp://a\0b:1", "tcp://a b:1", "tcp://é:1", "ipc://", "ipc://" + "x" * 300, "udp://h:1", "inproc://x"),
     ],
 )
 def test_endpoints_that_nobody_can_be_reached_at(endpoint: str) -> None:
