@@ -83,7 +83,7 @@ def coordinator(etcd: EtcdServer, cluster: str) -> Callable[..., Any]:
 
 @pytest.fixture
 async def http() -> AsyncIterator[HttpClient]:
-    async with HttpClient() as client:
+    async with HttpClient(follow_leader=True) as client:
         yield client
 
 
