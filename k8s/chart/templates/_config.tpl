@@ -44,6 +44,10 @@ port: {{ include "kvmesh.workerPort" (index . 1) }}
 {{ include "kvmesh.modelSettings" $root }}
 coordinator_url: {{ include "kvmesh.coordinatorUrls" $root | quote }}
 cluster_secret_file: /etc/kvmesh/cluster-secret/secret
+{{- if and (gt (int $values.gpu.count) 0) (not (get $values.settings "device")) }}
+# An image without CUDA must not compute on the processor of a node with GPUs.
+device: cuda
+{{- end }}
 kv_cache_config:
   {{- with $cache }}
   {{- toYaml . | nindent 2 }}

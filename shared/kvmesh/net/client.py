@@ -189,7 +189,12 @@ def _reason(error: Exception, url: str) -> str:
     if isinstance(error, aiohttp.ServerDisconnectedError) and url.startswith("https:"):
         # A client learns of a missing certificate only when it sends something.
         return "it closed the connection; perhaps it asks for a client certificate (cert_file, key_file)"
-    return tls_problem(error) or str(error) or type(error).__name__
+    if (problem := tls_problem(error)) is not None:
+        return problem
+    if isinstance(error, aiohttp.ClientConnectorError):
+        # Its own text has the TLS context in it, as an object.
+        return f"cannot connect to {error.host}:{error.port} ({error.os_error.strerror or error.os_error})"
+    return str(error) or type(error).__name__
 
 
 async def _api_error(response: aiohttp.ClientResponse) -> ApiError:

@@ -345,6 +345,13 @@ def test_members_know_every_coordinator_by_name() -> None:
     assert "etcd_endpoints" not in render(LEAST).settings("coordinator")
 
 
+def test_servers_that_hold_a_gpu_compute_on_it() -> None:
+    assert render(EVERYTHING, "helm4", *NEW).settings("context")["device"] == "cuda"
+    assert "device" not in render(DEFAULT).settings("context")
+    chosen = {**DEFAULT, "context": {"gpu": {"count": 1}, "settings": {"device": "auto"}}}
+    assert render(chosen).settings("context")["device"] == "auto"
+
+
 def test_meshes_at_one_etcd_do_not_meet() -> None:
     assert render(DEFAULT).settings("coordinator")["cluster_name"] == "mesh.r1-kvmesh"
     chosen = {**DEFAULT, "coordinator": {"settings": {"cluster_name": "shared"}}}

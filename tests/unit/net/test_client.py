@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,14 @@ async def test_redirects_in_a_circle_end() -> None:
         follower.elsewhere = url
         with pytest.raises((ApiError, PeerUnreachableError)):
             await http.call("POST", f"{url}/members", dict[str, str], body={})
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+async def test_nobody_listening_is_said_without_objects(scheme: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    async with HttpClient() as client:
+        with pytest.raises(PeerUnreachableError) as caught:
+            await client.call("GET", f"{scheme}://127.0.0.1:{port}/health", dict[str, str])
+    assert f"cannot connect to 127.0.0.1:{port} (" in str(caught.value)
+    assert "ssl" not in str(caught.value).lower()
