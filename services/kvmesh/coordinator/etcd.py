@@ -14,6 +14,7 @@ from aiohttp import ClientError
 from kvmesh.net.client import HttpClient, PeerUnreachableError
 from kvmesh.net.tls import Tls
 from kvmesh.protocol.errors import ApiError
+from kvmesh.telemetry import get_logger
 
 __all__ = ["EtcdClient", "EtcdError", "Guard", "KeyValue"]
 
@@ -23,6 +24,8 @@ PAGE_KEYS = 1000
 """Keys read in one answer."""
 
 _LEASE_NOT_FOUND = 404
+
+_log = get_logger("coordinator.etcd")
 
 
 class EtcdError(ConnectionError):
@@ -48,6 +51,7 @@ class Guard(NamedTuple):
 
 class _Header(msgspec.Struct):
     revision: int = 0
+    cluster_id: int = 0
 
 
 class _Pair(msgspec.Struct):
@@ -68,6 +72,7 @@ class _Committed(msgspec.Struct):
 
 
 class _Lease(msgspec.Struct):
+    header: _Header = msgspec.field(default_factory=_Header)
     ID: int = 0
     TTL: int = 0
 
@@ -89,7 +94,8 @@ class _WatchLine(msgspec.Struct):
 class EtcdClient:
     """A client of one etcd cluster; use as an async context manager.
 
-    Every call asks the endpoint that answered last, then each of the others once.
+    Every call asks the endpoint that answered last, then each of the others once. Endpoints that turn out to be of
+    different clusters are an error: which of them answers would decide who leads.
 
     Args:
         endpoints: base URLs of the cluster's members.
@@ -104,6 +110,8 @@ class EtcdClient:
         self._timeout_s = timeout_s
         self._http = HttpClient(timeout_s=timeout_s, tls=tls)
         self._current = 0
+        self._cluster = 0
+        """Id of the cluster, once it is known; of one endpoint alone it does not matter."""
 
     async def __aenter__(self) -> Self:
         """Open the pool of connections."""
@@ -235,12 +243,20 @@ class EtcdClient:
     async def _call(self, path: str, body: dict[str, Any], reply: type[T], *, accept: int | None = None) -> T:
         failure: Exception | None = None
         refusal: ApiError | None = None
+        strangers: list[int] = []
+        if not self._cluster and len(self._endpoints) > 1:
+            self._cluster = await self._ask_cluster()
         for _ in self._endpoints:
             url = self.endpoint + path
             try:
                 async with self._http.open("POST", url, body=body) as response:
                     data = await response.read()
-                return msgspec.json.decode(data, type=reply, strict=False)
+                answer = msgspec.json.decode(data, type=reply, strict=False)
+                cluster = _cluster_of(answer)
+                if not (self._cluster and cluster) or cluster == self._cluster:
+                    return answer
+                strangers.append(cluster)
+                failure = EtcdError(f"{self.endpoint} is of another cluster ({cluster:x}) than before")
             except ApiError as error:
                 if error.status == accept:
                     return reply()
@@ -248,12 +264,46 @@ class EtcdClient:
             except (PeerUnreachableError, msgspec.DecodeError, ClientError, TimeoutError, OSError) as error:
                 failure = error
             self._next()
+        if len(strangers) == len(self._endpoints) and len(set(strangers)) == 1:
+            _log.warning("etcd is another cluster now", cluster=f"{strangers[0]:x}")
+            self._cluster = strangers[0]
         if refusal is not None:
             raise EtcdError(f"etcd refuses: {refusal}") from refusal
         raise EtcdError(f"etcd does not answer: {failure}") from failure
 
+    async def _ask_cluster(self) -> int:
+        """The id of the cluster that all endpoints which answer are of; 0 where none does.
+
+        Raises:
+            EtcdError: they are of different clusters.
+        """
+        found: dict[str, int] = {}
+        question = {"key": _coded("/"), "serializable": True, "count_only": True}
+
+        async def ask(endpoint: str) -> None:
+            try:
+                async with self._http.open("POST", f"{endpoint}/v3/kv/range", body=question) as response:
+                    answer = msgspec.json.decode(await response.read(), type=_Range, strict=False)
+            except (PeerUnreachableError, ApiError, msgspec.DecodeError, ClientError, TimeoutError, OSError):
+                return
+            found[endpoint] = answer.header.cluster_id
+
+        async with anyio.create_task_group() as tasks:
+            for endpoint in self._endpoints:
+                tasks.start_soon(ask, endpoint)
+        clusters = set(found.values()) - {0}
+        if len(clusters) > 1:
+            told = ", ".join(f"{endpoint} of {cluster:x}" for endpoint, cluster in sorted(found.items()))
+            raise EtcdError(f"the endpoints are of different clusters: {told}")
+        return clusters.pop() if clusters else 0
+
     def _next(self) -> None:
         self._current = (self._current + 1) % len(self._endpoints)
+
+
+def _cluster_of(answer: object) -> int:
+    header = getattr(getattr(answer, "result", answer), "header", None)
+    return header.cluster_id if isinstance(header, _Header) else 0
 
 
 def _coded(value: str | bytes) -> str:

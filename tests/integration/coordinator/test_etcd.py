@@ -574,3 +574,21 @@ async def test_two_at_one_address_do_not_depose_each_other_for_ever(http: HttpCl
             assert not first._succession.leads
         await until(lambda: first._succession.leads, timeout_s=20)
         assert set(await epochs(http, url)) == {"first"}
+
+
+async def test_two_clusters_behind_one_list_of_endpoints_are_refused(etcd: EtcdServer) -> None:
+    """Else each coordinator could lead in the one that it happens to reach."""
+    other = EtcdServer()
+    try:
+        other.start()
+        async with EtcdClient([etcd.url, other.url]) as client:
+            with pytest.raises(EtcdError, match="different clusters"):
+                await client.grant(5)
+    finally:
+        other.stop()
+    same = etcd.url.replace("127.0.0.1", "localhost")
+    async with EtcdClient([etcd.url, same]) as client:
+        lease = await client.grant(5)
+        assert await client.keep_alive(lease)
+        assert await client.get("nothing") is None
+        await client.revoke(lease)
