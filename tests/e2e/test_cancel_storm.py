@@ -22,10 +22,10 @@ from soaks import soak_only
 
 from kvmesh.models.store import DEFAULT_MODEL
 
-STREAMS, ROUNDS = map(int, os.environ.get("KVMESH_STORM", "60,2").split(","))
+STREAMS, ROUNDS = map(int, os.environ.get("KVMESH_STORM", "40,2").split(","))
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300 + 2 * STREAMS * ROUNDS)]
 
-ENOUGH = 100
+ENOUGH = 80
 """Streams in all from which on it is no luck how many leave while pages move."""
 AT_A_TIME = 12
 PROMPT_TOKENS = (5, 40, 100)

@@ -87,7 +87,10 @@ def test_nixl_backend(make_brief_mesh: Make, golden: Items) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "fields"),
-    [("DEFAULT", {"max_tokens_in_buffer": BUFFER_TOKENS, "kv_transfer_timeout_ms": None}), ("NIXL", {})],
+    [
+        ("DEFAULT", {"max_tokens_in_buffer": BUFFER_TOKENS, "kv_transfer_timeout_ms": None}),
+        pytest.param("NIXL", {}, marks=soak_only),
+    ],
     ids=["BUILTIN", "NIXL"],
 )
 def test_staging_buffers(make_brief_mesh: Make, golden: Items, backend: str, fields: dict[str, Any]) -> None:

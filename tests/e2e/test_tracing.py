@@ -8,6 +8,7 @@ import pytest
 from meshes.by_hand import Mesh
 from meshes.process import request, until
 from otlp_collector import Collector, Span, collecting
+from soaks import soak_only
 
 from kvmesh.models.store import DEFAULT_MODEL
 
@@ -40,7 +41,7 @@ def within(inner: list[Span], outer: Span) -> None:
     assert times == sorted(times), times
 
 
-@pytest.mark.parametrize("backend", ["DEFAULT", "NIXL"])
+@pytest.mark.parametrize("backend", ["DEFAULT", pytest.param("NIXL", marks=soak_only)])
 def test_one_trace_a_request(collector: Collector, make_brief_mesh: Callable[..., Mesh], backend: str) -> None:
     collector.spans.clear()
     to = {

@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 import psutil
 import pytest
+from soaks import soak_only
 
 from kvmesh.config import WorkerSettings
 from kvmesh.config.transfer_backend import installed_backends
@@ -130,7 +131,12 @@ NIXL = pytest.mark.skipif("NIXL" not in installed_backends(), reason="needs NIXL
 
 
 @pytest.mark.parametrize(
-    ("generation_ranks", "backend"), [(1, "DEFAULT"), (2, "DEFAULT"), pytest.param(2, "NIXL", marks=NIXL)]
+    ("generation_ranks", "backend"),
+    [
+        pytest.param(1, "DEFAULT", marks=soak_only),
+        (2, "DEFAULT"),
+        pytest.param(2, "NIXL", marks=[NIXL, soak_only]),
+    ],
 )
 async def test_pages_move_between_ranks(
     serve: Serve, settings_of: SettingsOf, of_one_engine: list[list[int]], generation_ranks: int, backend: str

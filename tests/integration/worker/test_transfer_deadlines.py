@@ -13,6 +13,7 @@ from typing import Any
 
 import anyio
 import pytest
+from soaks import soak_only
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +23,6 @@ LATE_S = 20.0
 """What the deadline may take at most on a busy machine."""
 PAST_S = 1.5
 """Well past the deadline, and the cancel that follows it."""
-BACKENDS = ["DEFAULT", "NIXL"]
 PROMPT = [1000 + 37 * i for i in range(70)]
 PAGES = 3
 
@@ -36,7 +36,7 @@ def pair(settings_of: Make, serve: Make) -> Make:
     return make
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["DEFAULT", pytest.param("NIXL", marks=soak_only)])
 async def test_an_offer_that_nobody_fetches(pair: Make, backend: str) -> None:
     async with pair(backend) as (context, generation):
         started_s = time.monotonic()
@@ -57,8 +57,15 @@ async def test_an_offer_that_nobody_fetches(pair: Make, backend: str) -> None:
         await check_works(context, generation, 12)
 
 
-@pytest.mark.parametrize("ending", ["continues", "dies"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "ending"),
+    [
+        ("DEFAULT", "continues"),
+        ("NIXL", "dies"),
+        pytest.param("DEFAULT", "dies", marks=soak_only),
+        pytest.param("NIXL", "continues", marks=soak_only),
+    ],
+)
 async def test_a_fetch_that_nobody_serves(pair: Make, backend: str, ending: str) -> None:
     async with pair(backend) as (context, generation):
         await check_works(context, generation, 20)

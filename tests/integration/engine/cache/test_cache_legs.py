@@ -22,12 +22,12 @@ pytestmark = pytest.mark.slow
 PATIENCE_S = 60.0
 
 PAIRS = [
-    ("llama", "disk-no-evict", "host-no-evict"),
     ("mistral", "scratch", "v1-host"),
-    ("gemma2", "v1-host", "host-disk"),
     ("gemma3", "everything", "everything"),
 ]
 MORE_PAIRS = [
+    ("llama", "disk-no-evict", "host-no-evict"),
+    ("gemma2", "v1-host", "host-disk"),
     ("llama", "host-disk", "host-disk"),
     ("llama-windows", "rebalance-tiers", "rebalance"),
     ("mistral", "host", "disk"),
