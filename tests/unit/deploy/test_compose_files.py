@@ -140,6 +140,7 @@ def test_the_example_names_every_variable_with_its_default() -> None:
 def test_no_secret_is_a_variable() -> None:
     """Files only: an environment is seen by `docker inspect`."""
     variables = {variable for service in services().values() for variable in service.get("environment") or {}}
+    variables.remove("ETCDCTL_KEY")  # the name of a file, in etcd's words
     assert [name for name in variables if re.search("SECRET|KEY|PASSWORD|TOKEN$", name) and "_FILE" not in name] == []
 
 
@@ -173,6 +174,15 @@ def test_the_key_of_the_authority_is_for_the_job_that_signs() -> None:
     assert holders == {"secrets"}
     prometheus = [str(volume) for volume in services()["prometheus"]["volumes"]]
     assert not [volume for volume in prometheus if volume.startswith("secrets:")], "it is not of the mesh"
+
+
+def test_etcd_asks_for_certificates_where_there_are_some() -> None:
+    asks = {
+        switch: services({"KVMESH_ENCRYPTED": switch})["etcd"]["environment"]["ETCD_CLIENT_CERT_AUTH"]
+        for switch in ("", "1")
+    }
+    # YAML has a boolean here, which Compose hands on as its text.
+    assert asks == {"": None, "1": True}
 
 
 def test_secrets_are_made_once_and_certificates_are_renewed(tmp_path: Path) -> None:
