@@ -12,6 +12,7 @@ import pytest
 from meshes.by_hand import Mesh
 from meshes.process import until
 
+from kvmesh.events.index import DEFAULT_TENANT
 from kvmesh.models.store import DEFAULT_MODEL
 
 pytestmark = pytest.mark.slow
@@ -118,7 +119,7 @@ def test_router_knows_what_the_servers_hold(mesh: Mesh) -> None:
     until(matched, "the router matches the whole prompt")
     status, answer = mesh["indexer"].post("/query", {"model": DEFAULT_MODEL, "token_ids": prompt})
     assert status == 200
-    assert {name: held["GPU"] for servers in answer.values() for name, held in servers.items()} == {
+    assert {name: held["GPU"] for name, held in answer[DEFAULT_TENANT].items()} == {
         "context": 4 * BLOCK,
         "generation": 4 * BLOCK,
     }
