@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from typing import NoReturn
 
 import anyio.lowlevel
@@ -14,6 +13,7 @@ from kvmesh.events.items import Batch, Connected, Deliver, Disconnected, Reset, 
 from kvmesh.events.keyed import KeyRingPart
 from kvmesh.events.ordered import OrderedStream
 from kvmesh.events.polling import readable, receive
+from kvmesh.events.reading import Reading
 from kvmesh.events.replay import REPLAY_SILENCE_S, KeptBatch, ReplayService
 from kvmesh.events.watermark import Watermark
 from kvmesh.net.clock import Clock, SystemClock
@@ -47,7 +47,7 @@ _MONITORED = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _REFUSED
 _log = get_logger("events.subscriber")
 
 
-class EventSubscriber:
+class EventSubscriber(Reading):
     """One subscription; :meth:`run` it for as long as it is wanted.
 
     Args:
@@ -103,34 +103,9 @@ class EventSubscriber:
         """The message of the stream that is next."""
 
     @property
-    def connected(self) -> bool:
-        """Whether the connection stands and nothing is missing."""
-        return self._ordered.connected
-
-    @property
-    def applied(self) -> int:
-        """Sequence number of the last batch delivered, -1 before the first."""
-        return self._ordered.applied
-
-    @property
-    def watermark(self) -> Watermark | None:
-        """Where a later subscription can resume; None before the first batch."""
-        return self._ordered.watermark
-
-    @property
-    def statistics(self) -> SubscriberStatistics:
-        """What the subscription has been through."""
-        return self._ordered.statistics
-
-    @property
-    def rejected(self) -> dict[str, int]:
-        """Rejected events by reason."""
-        return self._ordered.rejected
-
-    @property
-    def dialects(self) -> Mapping[str, int]:
-        """Events by the dialect they were written in."""
-        return self._ordered.dialects
+    def order(self) -> OrderedStream:
+        """See :class:`Reading`."""
+        return self._ordered
 
     def resync(self, reason: str = "asked to") -> None:
         """Soon deliver :class:`Reset` and everything that is kept, as if a gap had been seen.

@@ -14,12 +14,13 @@ from kvmesh.events.endpoints import EndpointError
 from kvmesh.events.feeds.feed import Feed, feeds_of
 from kvmesh.events.feeds.following import FeedObserver, Following
 from kvmesh.events.feeds.gate import Gate
-from kvmesh.events.feeds.listening import Stream, named_by_topic
+from kvmesh.events.feeds.listening import named_by_topic
 from kvmesh.events.feeds.saved import SavedFeed
 from kvmesh.events.index import PrefixIndex, Source
 from kvmesh.events.items import SubscriberStatistics
 from kvmesh.events.keyed import KeyRing
 from kvmesh.events.listener import Admission, EventListener, StreamName
+from kvmesh.events.reading import Reading
 from kvmesh.events.records import LoraKey
 from kvmesh.events.watermark import Watermark
 from kvmesh.hashing import TokenIds
@@ -289,7 +290,7 @@ class Feeds:
         running = self._running.get(source)
         return None if running is None else running.feed
 
-    def subscribers(self) -> Iterator[tuple[Source, Stream]]:
+    def subscribers(self) -> Iterator[tuple[Source, Reading]]:
         """The subscriptions, by source."""
         for source, running in self._running.items():
             if running.following is not None:

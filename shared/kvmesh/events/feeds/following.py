@@ -14,13 +14,14 @@ from kvmesh.events.digests import Digest, DigestAnswer, DigestKey, DigestPoller
 from kvmesh.events.feeds.drift import Drift, DriftWatch
 from kvmesh.events.feeds.feed import Feed
 from kvmesh.events.feeds.gate import Gate
-from kvmesh.events.feeds.listening import ListenedStream, Stream
+from kvmesh.events.feeds.listening import ListenedStream
 from kvmesh.events.feeds.retelling import told_again
 from kvmesh.events.index import PrefixIndex
 from kvmesh.events.items import Batch, Connected, Disconnected, Item, Reset
 from kvmesh.events.keyed import KeyRing, is_readable
 from kvmesh.events.listener import Admission, EventListener, StreamName
 from kvmesh.events.owners import Owners
+from kvmesh.events.reading import Reading
 from kvmesh.events.subscriber import EventSubscriber, Watermark
 from kvmesh.net.clock import Clock
 from kvmesh.net.curve import CurveSecurity
@@ -100,7 +101,7 @@ class Following:
         self._security = security
         self._tells_again = resume_from is not None and observer is not None
         self._subscriber: EventSubscriber | None = None
-        self.stream: Stream
+        self.stream: Reading
         if feed.topic is not None and listener is not None:
             self.stream = ListenedStream(listener, StreamName(feed.topic, feed.source.dp_rank))
         else:

@@ -2,51 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
-
-from kvmesh.events.items import SubscriberStatistics
 from kvmesh.events.listener import EventListener, StreamName
 from kvmesh.events.ordered import OrderedStream
-from kvmesh.events.watermark import Watermark
+from kvmesh.events.reading import Reading
 
-__all__ = ["ListenedStream", "Stream", "named_by_topic"]
+__all__ = ["ListenedStream", "named_by_topic"]
 
 _TOPIC_PREFIX = "kv@"
 
 
-class Stream(Protocol):
-    """What is known of a subscription, however it came about."""
-
-    @property
-    def connected(self) -> bool:
-        """Whether the connection stands and nothing is missing."""
-
-    @property
-    def applied(self) -> int:
-        """Sequence number of the last batch delivered, -1 before the first."""
-
-    @property
-    def watermark(self) -> Watermark | None:
-        """Where a later subscription can resume."""
-
-    @property
-    def statistics(self) -> SubscriberStatistics:
-        """What it has been through."""
-
-    @property
-    def rejected(self) -> Mapping[str, int]:
-        """Rejected events by reason."""
-
-    @property
-    def dialects(self) -> Mapping[str, int]:
-        """Events by the dialect they were written in."""
-
-    def resync(self, reason: str) -> None:
-        """Read everything anew."""
-
-
-class ListenedStream:
+class ListenedStream(Reading):
     """A publisher of a listener; it need not have come yet.
 
     Args:
@@ -60,41 +25,12 @@ class ListenedStream:
         self._none = OrderedStream(name.topic, None)
 
     @property
-    def _ordered(self) -> OrderedStream:
+    def order(self) -> OrderedStream:
+        """See :class:`Reading`."""
         return self._listener.streams.get(self.name, self._none)
 
-    @property
-    def connected(self) -> bool:
-        """See :class:`Stream`."""
-        return self._ordered.connected
-
-    @property
-    def applied(self) -> int:
-        """See :class:`Stream`."""
-        return self._ordered.applied
-
-    @property
-    def watermark(self) -> Watermark | None:
-        """See :class:`Stream`."""
-        return self._ordered.watermark
-
-    @property
-    def statistics(self) -> SubscriberStatistics:
-        """See :class:`Stream`."""
-        return self._ordered.statistics
-
-    @property
-    def rejected(self) -> Mapping[str, int]:
-        """See :class:`Stream`."""
-        return self._ordered.rejected
-
-    @property
-    def dialects(self) -> Mapping[str, int]:
-        """See :class:`Stream`."""
-        return self._ordered.dialects
-
     def resync(self, reason: str) -> None:
-        """See :class:`Stream`."""
+        """See :class:`Reading`."""
         self._listener.resync(self.name, reason)
 
 
