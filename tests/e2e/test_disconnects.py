@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import anyio
 import pytest
+from freezing import freeze
 from meshes.by_hand import Mesh
 
 from kvmesh.models.store import DEFAULT_MODEL
@@ -117,7 +118,7 @@ async def test_clients_leave_while_an_engine_stands_still(slow_mesh: Mesh, stopp
         with anyio.fail_after(30):
             while slow_mesh["context"].stats()["transfers_started_total"] == transfers:  # noqa: ASYNC110
                 await anyio.sleep(0.01)
-        engine.send_signal(signal.SIGSTOP)
+        freeze(engine.pid)
         try:
             # The streams that wait for events cannot end by themselves.
             await anyio.sleep(LEASE_S / 2)

@@ -111,19 +111,26 @@ class KvCacheManager:
         return max(self._unavailable(pool) / self.store.tables[pool].num_slots[DEVICE_LEVEL] for pool in self._pools)
 
     def _bring_up(self, group: int, pages: Pages) -> bool:
-        """Bring pinned pages of a disk tier to the tier above it; whether there was room."""
-        table, pool = self.store.group_tables[group], self.store.layout.groups[group].pool
+        """Bring pinned pages of a disk tier to a tier above it; whether there was room for all."""
+        table = self.store.group_tables[group]
         if "disk" not in self.tiers:
             return True
         disk = self.tiers.index("disk")
         below = pages[table.level[pages] == disk]
-        if not len(below):
+        if not len(below) or self._bring_pinned(group, below, disk - 1):
             return True
-        table.release_place(below)
-        table.lock(below)  # As :meth:`Placement.bring` wants them: in no queue, and needed.
-        brought = self.store.placement.bring(pool, below, disk - 1)
-        table.keep_place(below)
-        table.unlock(below)
+        # More than the host tier takes, or no room for all at once: each one that comes up leaves room for another
+        # to go down.
+        levels = range(disk - 1, DEVICE_LEVEL - 1, -1)
+        return all(any(self._bring_pinned(group, page, level) for level in levels) for page in below[:, None])
+
+    def _bring_pinned(self, group: int, pages: Pages, level: int) -> bool:
+        table, pool = self.store.group_tables[group], self.store.layout.groups[group].pool
+        table.release_place(pages)
+        table.lock(pages)  # As :meth:`Placement.bring` wants them: in no queue, and needed.
+        brought = self.store.placement.bring(pool, pages, level)
+        table.keep_place(pages)
+        table.unlock(pages)
         return brought is not None
 
     @property

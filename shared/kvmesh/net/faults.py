@@ -83,7 +83,8 @@ def _action(name: str, text: str) -> Callable[[], None]:
     if kind == "kill":
         return lambda: os.kill(os.getpid(), signal.SIGKILL)
     if kind == "stop":
-        return lambda: os.kill(os.getpid(), signal.SIGSTOP)
+        # To this thread: any other that takes the signal may come to do so late, and this one would run on.
+        return lambda: signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     if kind == "fail":
         return _Fail(name, int(argument) if argument else None)
     if kind == "pause":

@@ -15,6 +15,7 @@ import anyio
 import psutil
 import pytest
 import pytest_asyncio
+from freezing import freeze
 from waiting import until
 
 from kvmesh.config import CacheTransceiverConfig, KvCacheConfig, WorkerSettings
@@ -156,7 +157,7 @@ async def test_a_defect_in_the_loop_ends_the_process(
 
 
 async def test_a_stopped_engine_does_not_answer_pings(engine: EngineClient) -> None:
-    os.kill(engine.ready.pid, signal.SIGSTOP)
+    freeze(engine.ready.pid)
     try:
         with pytest.raises(ApiError) as caught:
             await engine.ping(0.1)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from forked import PROCESSES
+from freezing import freeze
 
 from kvmesh.engine.launching import MPIEXEC_OPTIONS, find_mpiexec
 
@@ -131,12 +132,7 @@ class Peer:
 
     def stop(self) -> None:
         """SIGSTOP; returns when the process has stopped."""
-        os.kill(self.process.pid or 0, signal.SIGSTOP)
-        stat = Path(f"/proc/{self.process.pid}/stat")
-        deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
-        while stat.read_text().rpartition(")")[2].split()[0] != "T":
-            assert time.monotonic() < deadline_s
-            time.sleep(0.001)
+        freeze(self.process.pid or 0)
 
     def proceed(self) -> None:
         os.kill(self.process.pid or 0, signal.SIGCONT)

@@ -7,12 +7,12 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import anyio
 import pytest
+from freezing import is_frozen
 
 from kvmesh.config import CacheTransceiverConfig, KvCacheConfig, KVEventsConfig, WorkerSettings
 from kvmesh.engine.report import STATS_INTERVAL_S
@@ -73,11 +73,10 @@ class Worker:
         os.kill(self.engine_pid, number)
 
     async def wait_stopped(self) -> None:
-        """Until the engine process is in state T."""
-        stat = Path(f"/proc/{self.engine_pid}/stat")
+        """Until the engine process stands still."""
 
         async def stopped() -> bool:
-            return stat.read_text().rpartition(")")[2].split()[0] == "T"  # noqa: ASYNC240 - procfs does not block
+            return is_frozen(self.engine_pid)
 
         await until(stopped, "the engine is stopped")
 

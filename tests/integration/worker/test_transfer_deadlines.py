@@ -13,6 +13,7 @@ from typing import Any
 
 import anyio
 import pytest
+from freezing import freeze
 from soaks import soak_only
 
 pytestmark = pytest.mark.slow
@@ -71,8 +72,7 @@ async def test_a_fetch_that_nobody_serves(pair: Make, backend: str, ending: str)
         await check_works(context, generation, 20)
         prompt = [token + 1 for token in PROMPT]
         handoff = await context.prefill(prompt, 21)
-        context.signal(signal.SIGSTOP)
-        await context.wait_stopped()
+        freeze(context.engine_pid)
         started_s = time.monotonic()
         status, answer = await generation.decode(prompt, handoff)
         assert (status, answer["error"]["code"]) == (503, "kv_transfer_timeout")

@@ -126,6 +126,9 @@ def test_without_room_to_come_up_the_pages_go_on_waiting(make_manager) -> None:
     assert crowd(manager, 2)
     assert (waiting.levels(0).tolist(), other.levels(0).tolist()) == ([2, 2], [1, 1])
     assert other.keep_place(), "fills the host tier"
+    running = manager.create(NO_SCOPE, prompt(3), "running")
+    assert running.resume()
+    assert running.resize(8), "fills the device"
     assert not waiting.keep_place()
     assert waiting.movable
     manager.check_integrity()
@@ -133,6 +136,42 @@ def test_without_room_to_come_up_the_pages_go_on_waiting(make_manager) -> None:
     assert waiting.keep_place()
     assert content(manager, waiting) == [7, 7]
     waiting.release()
+    running.close()
+    manager.check_integrity()
+
+
+def test_a_prompt_that_the_host_tier_cannot_hold_comes_up_to_the_device_in_part(make_manager) -> None:
+    manager = make_manager(4, host=2, disk=8)
+    lease = finished(manager, prompt(7, 16))
+    lease.let_move()
+    assert crowd(manager, 1)
+    assert crowd(manager, 2)
+    assert sorted(lease.levels(0).tolist()) == [1, 1, 2, 2]
+    assert lease.keep_place()
+    manager.check_integrity()
+    assert lease.levels(0).max() <= 1
+    assert content(manager, lease) == [7, 7, 7, 7]
+    lease.release()
+    manager.check_integrity()
+
+
+def test_pages_come_up_one_by_one_where_others_go_down_in_their_place(make_manager) -> None:
+    """All tiers are full of prompts that wait: only what comes up makes room for what leaves the device."""
+    manager = make_manager(2, host=0, disk=3)
+    first = finished(manager, prompt(7))
+    first.let_move()
+    second = finished(manager, prompt(8))
+    second.let_move()
+    assert (first.levels(0).tolist(), second.levels(0).tolist()) == ([1, 1], [0, 0])
+    for lease, other in ((first, second), (second, first), (first, second)):
+        assert lease.keep_place()
+        manager.check_integrity()
+        assert (lease.levels(0).tolist(), other.levels(0).tolist()) == ([0, 0], [1, 1])
+        pages = manager.pools[0].array.reshape(-1, manager.layout.pools[0].page_bytes)
+        assert set(pages[lease.page_ids(0), 0].tolist()) == {7 if lease is first else 8}
+        lease.let_move()
+    first.release()
+    second.release()
     manager.check_integrity()
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from channel_peers import BACKENDS, ChannelPeer, why_not
+from freezing import freeze
 from meshes.process import shared_memory
 
 from kvmesh.transceiver.planes.base import MoveStoppedError, PlaneError
@@ -217,7 +218,7 @@ def test_a_frozen_receiver_holds_up_nobody_else(doomed: tuple[ChannelPeer, Chann
     other = start("gen-1")
     connect(owner, other)
     owner.call("fill", "send", 0, b"z" * (8 * MIB))
-    os.kill(frozen.pid, signal.SIGSTOP)
+    freeze(frozen.pid)
     try:
         held = owner.start("send", frozen.key, 1, 0, 0, 8 * MIB)
         arrive(other, move(owner, other, 1, 0, 0, 8 * MIB))
@@ -236,7 +237,7 @@ def test_a_dead_peer_ends_what_waits_for_it(
     survivor, dead = (owner, receiver) if whose == "receiver" else (receiver, owner)
     control = survivor.call("control")
     if whose == "receiver":
-        os.kill(dead.pid, signal.SIGSTOP)
+        freeze(dead.pid)
         waiting = owner.start("send", dead.key, 1, 0, 0, 16 * MIB, control)
         dead.kill()
         if backend in REPORTS_DEATH:
