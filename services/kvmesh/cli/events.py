@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 import anyio
 from rich.console import Console
@@ -19,6 +20,8 @@ from kvmesh.cli.target import (
     tls_of,
 )
 from kvmesh.cli.trust import add_curve_flags
+from kvmesh.config import ConfigError
+from kvmesh.events.keyed import KeyRing
 from kvmesh.events.records import Tier
 from kvmesh.models.errors import ModelError
 from kvmesh.models.store import resolve_model
@@ -28,6 +31,8 @@ __all__ = ["add_arguments", "run"]
 
 OF_THE_MESH = "-"
 """Value of ``--indexer`` without a URL."""
+
+KEY_FILE_VARIABLE = "KVMESH_EVENT_KEY_FILE"
 
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:  # noqa: ARG001 - one command
@@ -54,6 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:  # noqa: 
         "--tokenizer", metavar="MODEL", help="for --text: this model's tokenizer instead of the worker's"
     )
     add_curve_flags(parser)
+    parser.add_argument(
+        "--event-key-file",
+        metavar="FILE",
+        help=f"keys of publishers that tell names instead of tokens (default: {KEY_FILE_VARIABLE})",
+    )
     parser.add_argument("--count", type=int, metavar="N", help="leave after N events")
 
 
@@ -84,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
         wanted,
         decode=_decoder(args.tokenizer) if args.text else None,
         text_chars=max(1, args.text_chars),
+        keys=_keys(args.event_key_file or os.environ.get(KEY_FILE_VARIABLE)),
     )
     security = curve_of(args)
     if args.endpoint:
@@ -94,6 +105,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         anyio.run(follow_mesh, coordinator_url(args), workers, printer, auth_headers(args), tls_of(args), security)
     return 0
+
+
+def _keys(path: str | None) -> KeyRing | None:
+    try:
+        return KeyRing.load(path, "--event-key-file")
+    except ConfigError as error:
+        raise UserError(str(error)) from error
 
 
 def _decoder(fixed: str | None) -> DecodeTokens:

@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from kvmesh.events.decoding import BatchError, decode_batch
 from kvmesh.events.index.scope import DEFAULT_TENANT, salts_on_the_wire
+from kvmesh.events.keyed import KeyRing, key_of
 from kvmesh.events.records import Cleared, EventRecord, LoraKey, Removed, Stored, Tier
 from kvmesh.protocol.mesh_events import TIER_MEDIA
 
@@ -21,6 +22,8 @@ __all__ = ["EVENT_TYPES", "EventFilter", "Printer", "Stream", "describe", "event
 EVENT_TYPES = ("stored", "moved", "removed", "cleared")
 
 SHOWN_HASHES = 4
+
+KEYED_TEXT = "(named by a key: no tokens are told)"
 
 SALTED_BLOCKS = 100_000
 """Blocks whose salt is remembered for the filter: only the first of a sequence tells it."""
@@ -116,6 +119,7 @@ class Printer:
         wanted: which.
         decode: text of tokens, None: none is shown.
         text_chars: most of an event's text that is shown.
+        keys: by which keyed events may be read; those of other keys are left out with a note.
     """
 
     def __init__(
@@ -126,12 +130,14 @@ class Printer:
         *,
         decode: DecodeTokens | None = None,
         text_chars: int = 200,
+        keys: KeyRing | None = None,
     ) -> None:
         self._console = console
         self._left = count
         self._wanted = wanted or EventFilter()
         self._decode = decode
         self._text_chars = text_chars
+        self._keys = None if keys is None else keys.part()
         self._last: dict[str, int] = {}
         self.done = anyio.Event()
 
@@ -145,7 +151,7 @@ class Printer:
     def batch(self, stream: Stream, sequence: int, payload: bytes) -> None:
         """Print one batch."""
         try:
-            batch = decode_batch(payload)
+            batch = decode_batch(payload, self._keys)
         except BatchError:
             self.note(stream.name, f"#{sequence} is no batch that this command can read ({len(payload)} bytes)")
             return
@@ -166,7 +172,8 @@ class Printer:
         line = f"[dim]{clock}[/] [cyan]{_shown(stream.name)}[/] #{sequence} {_shown(describe(record))}"
         self._console.print(line, highlight=False, soft_wrap=True)
         if self._decode is not None and isinstance(record, Stored) and len(record.token_ids):
-            self._console.print(f"    [green]{escape(self._text(stream.model, record.token_ids))}[/]", highlight=False)
+            text = KEYED_TEXT if key_of(record.salt) else self._text(stream.model, record.token_ids)
+            self._console.print(f"    [green]{escape(text)}[/]", highlight=False)
         if self._left is not None:
             self._left -= 1
             if self._left == 0:
@@ -217,7 +224,8 @@ def describe(record: EventRecord) -> str:
         case Stored():
             parent = "root" if record.parent is None else _hash(record.parent)
             extra = "" if record.lora is None else f" lora {record.lora}"
-            extra += "" if record.salt is None else f" salt {record.salt}"
+            key = key_of(record.salt)
+            extra += f" named by key {key}" if key else "" if record.salt is None else f" salt {record.salt}"
             return (
                 f"stored   {len(record.hashes)} blocks, {len(record.token_ids)} tokens, after {parent}, "
                 f"{TIER_MEDIA[record.tier]}{extra}: {_hashes(record.hashes)}"

@@ -185,8 +185,8 @@ class IndexerService(Service):
 
     def _routed(self, routed: Routed, tokens: TokenIds) -> None:
         if self._feeds is not None:
-            self._feeds.predict(
-                Source(routed.instance_id, routed.dp_rank),
+            self._feeds.predictions.predict(
+                self._feeds.feed(Source(routed.instance_id, routed.dp_rank)),
                 tokens,
                 model=routed.model,
                 lora=routed.lora_id,

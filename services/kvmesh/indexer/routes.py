@@ -135,10 +135,11 @@ class Routes:
         body = await read_json(request, Prediction)
         instance_id, rank = body.target()
         feeds = self._feeds()
-        if feeds.feed(Source(instance_id, rank)) is None:
+        feed = feeds.feed(Source(instance_id, rank))
+        if feed is None:
             raise _unknown_worker(instance_id, rank)
-        known = feeds.predict(
-            Source(instance_id, rank),
+        known = feeds.predictions.predict(
+            feed,
             _tokens(body.token_ids),
             model=body.model_named,
             lora=body.lora,

@@ -96,8 +96,8 @@ class InProcessMatcher(Matcher):
     def routed(self, route: Route) -> None:
         """See :class:`Matcher`."""
         if self._feeds is not None and self._predicted_ttl_s:
-            self._feeds.predict(
-                Source(route.instance_id, route.dp_rank),
+            self._feeds.predictions.predict(
+                self._feeds.feed(Source(route.instance_id, route.dp_rank)),
                 route.token_ids,
                 model=route.model,
                 cache_salt=route.cache_salt,

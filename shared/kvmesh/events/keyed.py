@@ -36,6 +36,7 @@ __all__ = [
     "disguised",
     "generate_key",
     "is_readable",
+    "key_of",
     "keyed_salt",
 ]
 
@@ -221,11 +222,15 @@ def keyed_salt(key_id: str) -> str:
     return KEYED_SALT_PREFIX + key_id
 
 
+def key_of(salt: str | None) -> str | None:
+    """Of what is named by a key, that key's id; None for other salts."""
+    return None if salt is None or not salt.startswith(KEYED_SALT_PREFIX) else salt.removeprefix(KEYED_SALT_PREFIX)
+
+
 def is_readable(salt: str | None, keys: KeyRing | KeyRingPart | None) -> bool:
     """Whether what is told under a salt can be read: it is not keyed, or its key is known."""
-    if salt is None or not salt.startswith(KEYED_SALT_PREFIX):
-        return True
-    return keys is not None and salt.removeprefix(KEYED_SALT_PREFIX) in keys
+    key = key_of(salt)
+    return key is None or (keys is not None and key in keys)
 
 
 def disguised(names: NDArray[np.uint64], block_size: int) -> TokenIds:

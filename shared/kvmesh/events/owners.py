@@ -3,6 +3,8 @@
 Each owner has a mark that is mixed into the hashes, so that one's block is not taken for another's. A removal need not
 name everything that its block was stored with; it then takes the block from everyone that it may mean. An index that
 claims less than there is costs a prefill that was not needed; one that claims more is wrong for ever.
+
+An event without tokens moves blocks that others have told, perhaps the engine in its own dialect: those have no mark.
 """
 
 from __future__ import annotations
@@ -54,10 +56,12 @@ class Owners:
     """Who has blocks at one publisher, as its events say.
 
     Args:
+        own: of blocks that name nobody.
         unsure: it may have told of others before, whose blocks are held.
     """
 
-    def __init__(self, *, unsure: bool = False) -> None:
+    def __init__(self, own: Owner = _NOBODY, *, unsure: bool = False) -> None:
+        self._own = own
         self._unsure = unsure
         self._nobody = unsure
         """Whether blocks without an owner may be held; another dialect's have none."""
@@ -77,8 +81,9 @@ class Owners:
         records: list[EventRecord] = []
         for record in batch.records:
             match record:
-                case Stored():
-                    self._note(record)
+                case Stored(owner=owner) if owner is not None:
+                    records.append(self._stored(record, owner))
+                    continue
                 case Removed(owner=owner) if owner is not None:
                     records.append(self._removal(record, owner))
                     continue
@@ -87,9 +92,18 @@ class Owners:
             records.append(record)
         return msgspec.structs.replace(batch, records=records)
 
-    def _note(self, record: Stored) -> None:
-        lora = record.lora if isinstance(record.lora, str) else ""
-        owner = Owner(record.model or "", record.tenant or "", lora, record.salt or "")
+    def _stored(self, record: Stored, owner: Owner) -> Stored:
+        named = Owner(*(name or "" for name in owner))
+        if len(record.token_ids):
+            self._note(named)
+            return record
+        marked = named in self._known or self._unsure or not self._nobody
+        if marked or any(name not in ("", of) for name, of in zip(named, self._own, strict=True)):
+            return record
+        mark = mark_of(named)
+        return msgspec.structs.replace(record, hashes=[number ^ mark for number in record.hashes])
+
+    def _note(self, owner: Owner) -> None:
         if owner == _NOBODY:
             self._nobody = True
             return

@@ -23,6 +23,15 @@ class Tier(IntEnum):
     DISK = 2
 
 
+class Owner(NamedTuple):
+    """Whose blocks are, as an event names them; empty: nobody's in particular, None: it does not say."""
+
+    model: str | None
+    tenant: str | None
+    lora: str | None
+    salt: str | None
+
+
 class Stored(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Consecutive blocks became reusable in ``tier``."""
 
@@ -51,15 +60,8 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Whose it is, None: the source's."""
     model: str | None = None
     """What it is of, None: the source's."""
-
-
-class Owner(NamedTuple):
-    """Whose blocks are, as an event names them; empty: nobody's in particular, None: it does not say."""
-
-    model: str | None
-    tenant: str | None
-    lora: str | None
-    salt: str | None
+    owner: Owner | None = None
+    """Where hashes are marked with owners: who is named (``kvmesh.events.owners``)."""
 
 
 class Removed(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +71,7 @@ class Removed(msgspec.Struct, frozen=True, kw_only=True):
     tier: Tier = Tier.DEVICE
     group: int | None = None
     owner: Owner | None = None
-    """Where hashes are marked with owners: who is named (``kvmesh.events.owners``)."""
+    """As in :class:`Stored`."""
 
 
 class Cleared(msgspec.Struct, frozen=True):

@@ -1,22 +1,23 @@
 """The background thread of a publisher: sends what is queued, keeps it for replays, answers those and digests.
 
 It owns every socket, and a turn of its loop sends a bounded number of batches, so that no kind of work starves another.
+It runs beside the engine under Python's lock, so readers that ask get a share of a processor between them, not more.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
 import zmq
 
+from kvmesh.events.answers import Answers, PublisherStatistics
 from kvmesh.events.arrears import Arrears
-from kvmesh.events.digests import DIGEST_REQUEST, answer_frames
-from kvmesh.events.encoding import END_SEQUENCE, STATE_REQUEST, EventEncoding, encode_batch
+from kvmesh.events.encoding import END_SEQUENCE, EventEncoding, encode_batch
 from kvmesh.events.live import LiveBlocks
 from kvmesh.events.published import PublishedSet
 from kvmesh.net.faults import FaultInjectedError, fault_point
@@ -38,22 +39,6 @@ BATCHES_A_TURN = 64
 _SEND_ERRORS = (zmq.ZMQError, FaultInjectedError, msgspec.MsgspecError, OverflowError, TypeError, ValueError)
 
 _log = get_logger("events")
-
-
-class PublisherStatistics(msgspec.Struct):
-    """What was sent and lost, in batches unless said otherwise."""
-
-    published_total: int = 0
-    dropped_total: int = 0
-    """Not queued, because the queue was full."""
-    send_failures_total: int = 0
-    """Queued and not sent."""
-    replays_total: int = 0
-    digests_total: int = 0
-    """Requests for digests that were answered."""
-    malformed_requests_total: int = 0
-    queued: int = 0
-    events_total: int = 0
 
 
 class QueuedBatch(NamedTuple):
@@ -120,10 +105,18 @@ class BatchSender:
         self._rank = data_parallel_rank
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
         self._live = LiveBlocks()
-        self._published = published
         self._statistics = statistics
         self._arrears = Arrears()
-        self._unanswered_total = 0
+        self._answers: Answers | None = None
+        if sockets.replay is not None:
+            self._answers = Answers(
+                sockets.replay,
+                self._topic,
+                kept=self._kept,
+                state=self._state,
+                published=published,
+                statistics=statistics,
+            )
         self._last = -1
         """Number of the latest batch that ``_live`` has taken in."""
         self.lost: deque[QueuedBatch] = deque(maxlen=MAX_LOST_BATCHES)
@@ -133,22 +126,22 @@ class BatchSender:
 
     def run(self) -> None:
         """Work until :attr:`stopping`."""
-        sockets = self._sockets
+        sockets, answers = self._sockets, self._answers
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
-        if sockets.replay is not None:
-            poller.register(sockets.replay, zmq.POLLIN)
         if sockets.zap is not None:
             poller.register(sockets.zap.socket, zmq.POLLIN)
         try:
             while not self.stopping:
-                # Without a queue only the wake-up and the sockets have anything to do, and each ends the wait.
-                ready = dict(poller.poll(0 if self._queue else None))
+                rest_s = 0.0 if answers is None else answers.rest_s()
+                if sockets.replay is not None:
+                    poller.register(sockets.replay, 0 if rest_s else zmq.POLLIN)
+                ready = dict(poller.poll(self._wait_ms(rest_s)))
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
                 self._send_queued(BATCHES_A_TURN)
-                if sockets.replay is not None and sockets.replay in ready:
-                    self._answer_safely(sockets.replay)
+                if answers is not None and not rest_s and (answers.waiting or sockets.replay in ready):
+                    answers.answer_next()
                 if sockets.zap is not None and sockets.zap.socket in ready:
                     sockets.zap.answer()
             end_s = time.monotonic() + SHUTDOWN_S
@@ -197,34 +190,13 @@ class BatchSender:
                 exc_info=None if expected else error,
             )
 
-    def _answer_safely(self, replay: zmq.Socket[bytes]) -> None:
-        """What one request makes go wrong costs its reader an answer, and nobody the thread."""
-        try:
-            self._answer(replay)
-        except Exception as error:
-            self._unanswered_total += 1
-            if self._unanswered_total & (self._unanswered_total - 1) == 0:
-                _log.error("a request could not be answered", so_far=self._unanswered_total, exc_info=error)
+    def _wait_ms(self, rest_s: float) -> int | None:
+        """How long the loop may sleep; the wake-up and the sockets that are looked at end that, too."""
+        if self._queue or (not rest_s and self._answers is not None and self._answers.waiting):
+            return 0
+        return math.ceil(rest_s * 1000) if rest_s else None
 
-    def _answer(self, replay: zmq.Socket[bytes]) -> None:
-        """One request: ``[client, "", start]``, ``[client, "", "state"]`` or ``[client, "", "digest"]``."""
-        frames = replay.recv_multipart()
-        if len(frames) == 3 and not frames[1]:
-            if len(frames[2]) == 8:
-                self._replay(replay, frames[0], int.from_bytes(frames[2], "big"))
-                return
-            if frames[2] == STATE_REQUEST:
-                self._tell_state(replay, frames[0])
-                return
-            if frames[2] == DIGEST_REQUEST and self._published is not None:
-                self._tell_digests(replay, frames[0], self._published)
-                return
-        self._statistics.malformed_requests_total += 1
-        malformed = self._statistics.malformed_requests_total
-        if malformed & (malformed - 1) == 0:
-            _log.warning("malformed replay requests ignored", frames=len(frames), so_far=malformed)
-
-    def _tell_state(self, replay: zmq.Socket[bytes], client: bytes) -> None:
+    def _state(self) -> list[tuple[int, bytes]]:
         """Everything that is held, under the number of the last batch that it covers, be that one sent or lost.
 
         That batch itself follows, where it is kept: by it the reader will know this publisher again.
@@ -232,25 +204,4 @@ class BatchSender:
         self._take_in_lost(self._queue[0].sequence if self._queue else END_SEQUENCE)
         batch = EventBatch(time.time(), list(self._live.events()), self._rank)
         state = [(self._last, encode_batch(batch, self._encoding))] if self._last >= 0 else []
-        last = [kept for kept in self._kept if kept[0] == self._last]
-        self._send_kept(replay, client, [*state, *last])
-
-    def _replay(self, replay: zmq.Socket[bytes], client: bytes, first: int) -> None:
-        self._send_kept(replay, client, [kept for kept in self._kept if kept[0] >= first])
-
-    def _send_kept(self, replay: zmq.Socket[bytes], client: bytes, batches: Iterable[tuple[int, bytes]]) -> None:
-        self._statistics.replays_total += 1
-        try:
-            for sequence, payload in batches:
-                frames = [client, b"", self._topic, sequence.to_bytes(8, "big"), payload]
-                replay.send_multipart(frames, zmq.NOBLOCK)
-            replay.send_multipart([client, b"", b"", END_SEQUENCE.to_bytes(8, "big"), b""], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            _log.warning("replay broken off: the reader does not read", error=str(error))
-
-    def _tell_digests(self, replay: zmq.Socket[bytes], client: bytes, published: PublishedSet) -> None:
-        self._statistics.digests_total += 1
-        try:
-            replay.send_multipart([client, *answer_frames(*published.answer())], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            _log.warning("a digest could not be told: the reader does not read", error=str(error))
+        return [*state, *(kept for kept in self._kept if kept[0] == self._last)]

@@ -18,7 +18,7 @@ from tellers import BLOCK, Teller, tokens
 from waiting import until
 
 from kvmesh.config import IndexerSettings
-from kvmesh.events.feeds.feeds import RESTORED_S
+from kvmesh.events.feeds.restored import RESTORED_S
 from kvmesh.events.index import Source
 from kvmesh.indexer.app import IndexerService
 from kvmesh.net.client import HttpClient

@@ -16,11 +16,12 @@ from rich.console import Console
 from kvmesh.cli import main as cli
 from kvmesh.cli.events_view import EventFilter, Printer, Stream, describe
 from kvmesh.config.curve import CurveSettings
+from kvmesh.events.keyed import KeyRing, StreamKey
 from kvmesh.events.publisher import ZmqPublisher
-from kvmesh.events.records import Cleared, Owner, Removed, Stored, Tier
+from kvmesh.events.records import Cleared, EventRecord, Owner, Removed, Stored, Tier
 from kvmesh.hashing import salt_id
 from kvmesh.net.curve import CurveSecurity, create_key_pair
-from kvmesh.protocol.events import AllBlocksCleared, BlockStored, EventBatch
+from kvmesh.protocol.events import AllBlocksCleared, BlockStored, EventBatch, KeyedBlocksStored
 
 
 @pytest.mark.parametrize("ts", [float("nan"), float("inf"), 1e300, -1e18])
@@ -104,9 +105,10 @@ def test_filters_by_what_the_event_names() -> None:
         assert EventFilter(model="other", tenant="else").shows(stream, record)
         assert not EventFilter(model="m").shows(stream, record)
         assert not EventFilter(tenant="acme").shows(stream, record)
-    for record in (stored([1]), Removed(hashes=[1]), Cleared()):
-        assert EventFilter(model="m", tenant="acme").shows(stream, record)
-        assert not EventFilter(tenant="else").shows(stream, record)
+    unnamed: list[EventRecord] = [stored([1]), Removed(hashes=[1]), Cleared()]
+    for one in unnamed:
+        assert EventFilter(model="m", tenant="acme").shows(stream, one)
+        assert not EventFilter(tenant="else").shows(stream, one)
     shows = EventFilter(tier=Tier.HOST).shows
     assert shows(stream, stored([1], tier=Tier.HOST))
     assert shows(stream, Cleared())
@@ -232,3 +234,24 @@ def test_a_port_without_a_publisher_is_told(monkeypatch: pytest.MonkeyPatch) -> 
         endpoint = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         assert cli.main(["events", "--endpoint", endpoint]) == 0
     assert told == [f"no publisher answers at {endpoint} yet; waiting"]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_blocks_that_are_named_by_a_key(known: bool) -> None:
+    """Shown to who has the key, without text: a name says nothing of its tokens."""
+    key = StreamKey(bytes(32))
+    shown = make_printer(keys=KeyRing([key]) if known else None, decode=lambda _model, _tokens: "never asked")
+    event = KeyedBlocksStored(key_id=key.key_id, block_hashes=[5, 6], parent_block_hash=None, block_size=4)
+    shown.batch(Stream("w"), 0, payload(event))
+    text = printed(shown)
+    if known:
+        assert f"stored   2 blocks, 8 tokens, after root, GPU named by key {key.key_id}: 0000000000000005" in text
+        assert "(named by a key: no tokens are told)" in text
+        assert "never asked" not in text
+    else:
+        assert "1 events left out: keyed_without_its_key" in text
+
+
+def test_a_key_file_that_cannot_be_read_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["events", "--endpoint", "tcp://127.0.0.1:1", "--event-key-file", "/nowhere"]) == 2
+    assert "--event-key-file /nowhere cannot be read" in capsys.readouterr().err

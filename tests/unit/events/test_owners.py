@@ -18,10 +18,11 @@ from kvmesh.events.feeds import Feed, Feeds
 from kvmesh.events.index import PrefixIndex, Source
 from kvmesh.events.items import Batch
 from kvmesh.events.owners import MAX_NAME_CHARS, MAX_OWNERS, MAX_REMOVED, Owners, mark_of
-from kvmesh.events.records import Cleared, Owner, RecordBatch, Removed
+from kvmesh.events.records import Cleared, Owner, RecordBatch, Removed, Tier
 from kvmesh.events.subscriber import EventSubscriber
 
 NAMES = ("model_name", "tenant_id", "lora_name", "additional_salt")
+NOBODYS = {"lora_name": "", "additional_salt": ""}
 SOURCE = Source("store")
 
 
@@ -39,11 +40,15 @@ def removed(number: int, **names: str | None) -> dict[str, Any]:
     return {"event_type": "removed", "seq_hashes": [number]} | names
 
 
+def moved(number: int, **names: str | None) -> dict[str, Any]:
+    return {"event_type": "stored", "seq_hashes": [number], "medium": "cpu"} | names
+
+
 class Held:
     """What the index has of a publisher."""
 
     def __init__(self, *, unsure: bool = False) -> None:
-        self.index, self.owners = PrefixIndex(), Owners(unsure=unsure)
+        self.index, self.owners = PrefixIndex(), Owners(Owner("m", "default", "", ""), unsure=unsure)
         self.index.add(SOURCE, model="m")
 
     def tell(self, *events: Any) -> None:
@@ -58,6 +63,20 @@ class Held:
             cache_salt=names.get("additional_salt") or None,
         )
         return bool(matches)
+
+    def in_host(self, number: int, **names: str | None) -> bool:
+        """Whether the block is in host memory, on the device or not."""
+        blocks = [block for block in self.index.dump(SOURCE) if block.tier is Tier.HOST]
+        return any(
+            (block.scope.model, block.scope.tenant, block.scope.lora or "", block.scope.salt or "")
+            == (
+                names.get("model_name") or "m",
+                names.get("tenant_id") or "default",
+                names.get("lora_name") or "",
+                names.get("additional_salt") or "",
+            )
+            for block in blocks
+        )
 
 
 @pytest.mark.parametrize("named", [(), NAMES[:1], NAMES[:2], NAMES])
@@ -78,6 +97,37 @@ def test_a_block_that_an_engine_told_in_its_own_dialect_goes_with_the_masters_re
     held.tell(own)
     held.tell(removed(1, model_name="m", tenant_id="acme"))
     assert not held.finds(1)
+
+
+OWN = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": [1, 1], "block_size": 2}
+
+
+@pytest.mark.parametrize("names", [{}, {"model_name": "m"}, {"model_name": "m", "tenant_id": "default"} | NOBODYS])
+def test_a_block_that_an_engine_told_in_its_own_dialect_moves_with_the_masters_word(names: dict[str, str]) -> None:
+    held = Held()
+    held.tell(OWN, moved(1, **names))
+    assert held.in_host(1)
+    held.tell(removed(1, medium="cpu", **names))
+    assert not held.in_host(1)
+    assert held.finds(1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nobody_moves_what_is_anothers(name: str) -> None:
+    """Nor is it guessed whose a block is where both have one of this hash."""
+    held = Held()
+    held.tell(OWN, moved(1, **{name: "x"}))
+    assert not held.in_host(1)
+    held.tell(stored(1, **{name: "x"}), moved(1, **{name: "x"}))
+    assert held.in_host(1, **{name: "x"})
+    assert not held.in_host(1)
+
+
+def test_after_a_snapshot_no_block_moves_by_a_guess() -> None:
+    held = Held(unsure=True)
+    held.tell(OWN, moved(1, model_name="m"))
+    assert not held.in_host(1)
+    assert held.finds(1)
 
 
 def meant(names: dict[str, str | None], of: tuple[str, ...]) -> bool:

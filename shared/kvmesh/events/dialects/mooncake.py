@@ -90,7 +90,7 @@ def _record(raw: _Event) -> EventRecord:
         removed = normalise.removed(hashes=raw.hashes, medium=raw.medium, group=None, locality=raw.locality)
         return msgspec.structs.replace(removed, owner=raw.owner)
     tokens = read_tokens(raw.token_ids)
-    return normalise.stored(
+    stored = normalise.stored(
         hashes=raw.hashes,
         parent=raw.parent,
         tokens=tokens,
@@ -105,3 +105,4 @@ def _record(raw: _Event) -> EventRecord:
         tenant=raw.tenant_id or None,
         model=raw.model_name or None,
     )
+    return msgspec.structs.replace(stored, owner=raw.owner)

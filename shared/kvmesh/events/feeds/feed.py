@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvmesh.events.endpoints import EndpointError, rank_endpoint
 from kvmesh.events.index import DEFAULT_TENANT, Source
-from kvmesh.events.records import LoraKey
+from kvmesh.events.records import LoraKey, Owner
 from kvmesh.protocol.match import MAX_BLOCK_TOKENS, MAX_DP_RANK
 from kvmesh.protocol.members import Member
 
@@ -42,6 +42,11 @@ class Feed(NamedTuple):
     def approximate(self) -> bool:
         """Whether it is known by predictions alone."""
         return self.endpoint is None
+
+    @property
+    def owner(self) -> Owner:
+        """Whose blocks are that name nobody."""
+        return Owner(self.model, self.tenant, self.lora if isinstance(self.lora, str) else "", self.salt or "")
 
 
 def feeds_of(member: Member) -> list[Feed]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 
 import anyio
 import anyio.lowlevel
@@ -15,15 +14,14 @@ from kvmesh.events.feeds.feed import Feed, feeds_of
 from kvmesh.events.feeds.following import FeedObserver, Following
 from kvmesh.events.feeds.gate import Gate
 from kvmesh.events.feeds.listening import named_by_topic
+from kvmesh.events.feeds.predictions import Predictions
+from kvmesh.events.feeds.restored import RestoredFeeds
+from kvmesh.events.feeds.running import Running, Totals, described
 from kvmesh.events.feeds.saved import SavedFeed
 from kvmesh.events.index import PrefixIndex, Source
-from kvmesh.events.items import SubscriberStatistics
 from kvmesh.events.keyed import KeyRing
 from kvmesh.events.listener import Admission, EventListener, StreamName
 from kvmesh.events.reading import Reading
-from kvmesh.events.records import LoraKey
-from kvmesh.events.watermark import Watermark
-from kvmesh.hashing import TokenIds
 from kvmesh.net.address import BindError
 from kvmesh.net.clock import Clock, SystemClock
 from kvmesh.net.curve import CurveSecurity
@@ -36,9 +34,6 @@ __all__ = ["Feeds"]
 UPKEEP_S = 0.5
 """How often predictions that are over are dropped."""
 
-RESTORED_S = 60.0
-"""How long blocks of a snapshot are kept for a worker that nobody has told of; they are not matched meanwhile."""
-
 SILENT_S = 60.0
 """How long a publisher that connected by itself is remembered after its connection has ended."""
 
@@ -48,19 +43,6 @@ MAX_ANNOUNCED = 4096
 MAX_UNWANTED = 65_536
 
 _log = get_logger("events.feeds")
-
-
-class _Running:
-    """What is followed of one source."""
-
-    __slots__ = ("by_hand", "feed", "following", "scope")
-
-    def __init__(self, feed: Feed, following: Following | None, *, by_hand: bool) -> None:
-        self.feed = feed
-        self.following = following
-        """None for an approximate feed."""
-        self.by_hand = by_hand
-        self.scope = anyio.CancelScope()
 
 
 class Feeds:
@@ -105,8 +87,9 @@ class Feeds:
         self._observer = observer
         self._security = security
         self._keys = keys
-        self._predicted_ttl_s = predicted_ttl_s
-        self._approximate_ttl_s = approximate_ttl_s
+        self.predictions = Predictions(
+            index, self._gate, predicted_ttl_s=predicted_ttl_s, approximate_ttl_s=approximate_ttl_s
+        )
         self._anti_entropy_interval_s = anti_entropy_interval_s
         self._listen_endpoint = listen_endpoint
         self._listener: EventListener | None = None
@@ -115,20 +98,12 @@ class Feeds:
         if listen_endpoint is not None:
             self._listener = EventListener(listen_endpoint, self._admit, context=context)
             tasks.start_soon(self._listen, self._listener)
-        self._running: dict[Source, _Running] = {}
+        self._running: dict[Source, Running] = {}
         self._listened: dict[StreamName, Source] = {}
         """Who connects to this side."""
-        self._restored: dict[Source, SavedFeed] = {}
-        self._restored_until_s = 0.0
+        self._restored = RestoredFeeds(index, self._clock)
+        self._totals = Totals()
         self._tidying = False
-        self._ended = dict.fromkeys(SubscriberStatistics.__struct_fields__, 0)
-        """What subscriptions that are over had counted: totals do not go back."""
-        self._ended_dialects: dict[str, int] = {}
-        self._ended_drifts = 0
-        self._ended_failures = 0
-        self._ended_checks = self._ended_checks_missed = 0
-        self._predictions = 0
-        self._predictions_refused = 0
 
     def hear(self, event: MemberEvent) -> None:
         """A change of the membership."""
@@ -156,7 +131,7 @@ class Feeds:
             self._end(running)
         if feed.topic is not None:
             self._unwanted.pop(StreamName(feed.topic, feed.source.dp_rank), None)
-        resume_from = self._take_over(feed)
+        resume_from = self._restored.take_over(feed, observed=self._observer is not None)
         self._index.add(
             feed.source,
             model=feed.model,
@@ -181,7 +156,7 @@ class Feeds:
                 anti_entropy_interval_s=self._anti_entropy_interval_s,
                 resume_from=resume_from,
             )
-        running = self._running[feed.source] = _Running(feed, following, by_hand=by_hand)
+        running = self._running[feed.source] = Running(feed, following, by_hand=by_hand)
         if following is not None:
             if feed.topic is not None:
                 self._listened[StreamName(feed.topic, feed.source.dp_rank)] = feed.source
@@ -203,46 +178,6 @@ class Feeds:
             self._end(running)
         return [running.feed for running in ending]
 
-    def predict(
-        self,
-        source: Source,
-        token_ids: TokenIds,
-        *,
-        model: str,
-        lora: LoraKey = None,
-        cache_salt: str | None = None,
-        block_size: int | None = None,
-        ttl_s: float | None = None,
-    ) -> bool:
-        """A worker will soon hold a prompt: it counts as held for ``ttl_s``, or until its events say so.
-
-        False when the worker is not followed, serves another model, or its block size is not known.
-        """
-        running = self._running.get(source)
-        size = 0 if running is None else running.feed.block_size or block_size or 0
-        if running is None or running.feed.model != model or not size:
-            self._predictions_refused += 1
-            return False
-        if running.feed.approximate:
-            ttl_s = max(ttl_s or 0.0, self._approximate_ttl_s)
-        predict = partial(
-            self._index.predict,
-            source,
-            token_ids,
-            model=model,
-            tenant=running.feed.tenant,
-            lora=lora,
-            cache_salt=cache_salt,
-            block_size=size,
-            ttl_s=self._predicted_ttl_s if ttl_s is None else ttl_s,
-        )
-        self._predictions += 1
-        if self._gate.closed:
-            self._gate.wait(predict)
-        else:
-            predict()
-        return True
-
     def saved(self) -> dict[Source, bytes]:
         """What a snapshot keeps of every feed that publishes or was registered, the index's blocks being as of now."""
         return {
@@ -261,16 +196,8 @@ class Feeds:
         Its blocks are not matched until their worker is followed and has proved to be the same. Workers that were
         registered by hand are followed now, the others when the membership tells of them.
         """
-        for source in self._index.sources():
-            self._index.hide(source)
-            try:
-                self._restored[source] = SavedFeed.decode(saved.get(source, b""))
-            except ValueError:
-                self._index.remove(source)
-        self._restored_until_s = self._clock.monotonic_s() + RESTORED_S
-        for entry in list(self._restored.values()):
-            if entry.by_hand:
-                self.follow(entry.feed(), by_hand=True)
+        for feed in self._restored.restored(saved):
+            self.follow(feed, by_hand=True)
 
     async def upkeep(self) -> None:
         """Drop what is over, until cancelled."""
@@ -280,9 +207,7 @@ class Feeds:
                 continue
             self._index.expire()
             self._end_the_silent()
-            if self._restored and self._clock.monotonic_s() >= self._restored_until_s:
-                for source in list(self._restored):
-                    self._give_up(source)
+            self._restored.expire()
             self._tidy()
 
     def feed(self, source: Source) -> Feed | None:
@@ -298,35 +223,23 @@ class Feeds:
 
     def dialects(self) -> dict[str, int]:
         """Events by the dialect they were written in, since the start."""
-        totals = dict(self._ended_dialects)
-        for _, subscriber in self.subscribers():
-            _add(totals, subscriber.dialects)
-        return totals
+        return self._totals.dialects(self._followed())
 
-    def describe(self) -> list[dict[str, object]]:
-        """Who is followed, and how it goes; with the keys of Dynamo's ``/workers`` among ours."""
-        return [_described(running, self._index.num_held(source)) for source, running in self._running.items()]
+    def describe(self) -> list[Mapping[str, object]]:
+        """Who is followed, and how it goes."""
+        return [described(running, self._index.num_held(source)) for source, running in self._running.items()]
 
     def statistics(self) -> dict[str, float]:
         """Sums over all subscriptions, those that are over included."""
-        totals: dict[str, float] = dict(self._ended)
-        followed = [running.following for running in self._running.values() if running.following is not None]
-        for following in followed:
-            for name in totals:
-                totals[name] += getattr(following.stream.statistics, name)
+        followed = self._followed()
         return {
             "feeds": len(followed),
             "feeds_connected": sum(following.stream.connected for following in followed),
             "feeds_approximate": len(self._running) - len(followed),
             "feeds_restored": len(self._restored),
-            **{f"feed_{name}": total for name, total in totals.items()},
-            "drift_total": self._ended_drifts + sum(following.drifts_total for following in followed),
-            "feed_failures_total": self._ended_failures + sum(following.failures_total for following in followed),
-            "drift_checks_total": self._ended_checks + sum(following.watch.compared_total for following in followed),
-            "drift_checks_missed_total": self._ended_checks_missed
-            + sum(following.watch.missed_total for following in followed),
-            "predictions_total": self._predictions,
-            "predictions_refused_total": self._predictions_refused,
+            **self._totals.statistics(followed),
+            "predictions_total": self.predictions.total,
+            "predictions_refused_total": self.predictions.refused_total,
         }
 
     @property
@@ -370,6 +283,9 @@ class Feeds:
             if following.disconnected_at_s < before_s:
                 self._end(running)
 
+    def _followed(self) -> list[Following]:
+        return [running.following for running in self._running.values() if running.following is not None]
+
     async def _run(self, following: Following, scope: anyio.CancelScope) -> None:
         with scope:
             await following.run()
@@ -378,41 +294,15 @@ class Feeds:
         for source, running in list(self._running.items()):
             if source.instance_id == member.instance_id and running.feed.epoch <= member.epoch:
                 self._end(running)
-        for source, entry in list(self._restored.items()):
-            if source.instance_id == member.instance_id and entry.epoch <= member.epoch:
-                self._give_up(source)
+        self._restored.gone(member)
 
-    def _take_over(self, feed: Feed) -> Watermark | None:
-        """Where to go on with blocks of a snapshot; those of another life are dropped."""
-        entry = self._restored.pop(feed.source, None)
-        if entry is None:
-            return None
-        resume_from = entry.resume_from()
-        # A listened publisher's old blocks cannot be told again before its new ones: it is read anew for an observer.
-        unheard = self._observer is not None and feed.topic is not None
-        if resume_from is None or entry.feed() != feed or unheard:
-            self._index.remove(feed.source)
-            return None
-        return resume_from
-
-    def _give_up(self, source: Source) -> None:
-        del self._restored[source]
-        self._index.remove(source)
-
-    def _end(self, running: _Running) -> None:
+    def _end(self, running: Running) -> None:
         running.scope.cancel()
         if running.following is not None:
             running.following.end()
         del self._running[running.feed.source]
         if running.following is not None:
-            subscriber = running.following.stream
-            for name in self._ended:
-                self._ended[name] += getattr(subscriber.statistics, name)
-            _add(self._ended_dialects, subscriber.dialects)
-            self._ended_drifts += running.following.drifts_total
-            self._ended_failures += running.following.failures_total
-            self._ended_checks += running.following.watch.compared_total
-            self._ended_checks_missed += running.following.watch.missed_total
+            self._totals.ended(running.following)
             if running.feed.topic is not None and self._listener is not None:
                 stream = StreamName(running.feed.topic, running.feed.source.dp_rank)
                 if self._listened.get(stream) == running.feed.source:
@@ -434,37 +324,3 @@ class Feeds:
         while not self._gate.closed and self._index.reclaim():
             await anyio.lowlevel.checkpoint()
         self._tidying = False
-
-
-def _add(totals: dict[str, int], counts: Mapping[str, int]) -> None:
-    for name, count in counts.items():
-        totals[name] = totals.get(name, 0) + count
-
-
-def _described(running: _Running, blocks: int) -> dict[str, object]:
-    feed = running.feed
-    subscriber = None if running.following is None else running.following.stream
-    rank = str(feed.source.dp_rank)
-    connected = subscriber is not None and subscriber.connected
-    status = "approximate" if subscriber is None else "active" if connected else "pending"
-    return {
-        "instance_id": feed.source.instance_id,
-        "dp_rank": feed.source.dp_rank,
-        "model": feed.model,
-        "tenant": feed.tenant,
-        "endpoint": feed.endpoint,
-        "replay_endpoint": feed.replay_endpoint,
-        "epoch": feed.epoch,
-        "block_size": feed.block_size or None,
-        "events": "none" if subscriber is None else "zmq",
-        "connected": connected,
-        "last_sequence": -1 if subscriber is None else subscriber.applied,
-        "blocks": blocks,
-        "rejected_events": {} if subscriber is None else subscriber.rejected,
-        "model_name": feed.model,
-        "tenant_id": feed.tenant,
-        "source": "none" if subscriber is None else "zmq",
-        "status": status,
-        "endpoints": {} if feed.endpoint is None else {rank: feed.endpoint},
-        "listeners": {} if feed.endpoint is None else {rank: {"endpoint": feed.endpoint, "status": status}},
-    }

@@ -96,7 +96,7 @@ class Following:
         self._observer = observer
         self.disconnected_at_s = clock.monotonic_s()
         self._resume_from = resume_from
-        self._owners = Owners(unsure=resume_from is not None)
+        self._owners = Owners(feed.owner, unsure=resume_from is not None)
         self._context = context
         self._security = security
         self._tells_again = resume_from is not None and observer is not None

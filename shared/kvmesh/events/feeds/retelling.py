@@ -38,7 +38,7 @@ async def told_again(
     """
     if feed.replay_endpoint is None:
         return
-    before, owners = -1, Owners()
+    before, owners = -1, Owners(feed.owner)
     request = ReplayRequest(
         context, feed.replay_endpoint, 0, REPLAY_SILENCE_S, security=security, with_state=feed.in_mesh
     )

@@ -172,6 +172,57 @@ class TestScopes:
         assert index.statistics().scope_changes_total == 0
 
 
+class TestDoubtfulHashes:
+    """Engines that hash tokens alone give one hash to blocks of several adapters or salts, and removals name none.
+
+    Nothing may be claimed that is not held; less may be.
+    """
+
+    def test_what_continues_one_of_two_blocks_has_no_place(self, index: PrefixIndex) -> None:
+        index.apply(A, [stored([1], [1]), stored([1], [1], salt="s"), stored([2], [2], parent=1)])
+        assert device(index, 1, 2, cache_salt="s") == {"a": 1}
+        assert device(index, 1, 2) == {}
+        index.apply(A, [stored([1], [1])])
+        assert device(index, 1, 2) == {"a": 1}
+
+    def test_a_removal_takes_what_is_claimed(self, index: PrefixIndex) -> None:
+        index.apply(A, [stored([1, 2], [1, 2]), stored([1, 2], [1, 2], salt="s"), removed(2), removed(1)])
+        assert index.num_held(A) == 0
+        index.apply(A, [stored([1], [1]), stored([2], [2], parent=1)])
+        assert device(index, 1, 2) == {"a": 1}, "the other sequence may still have its block"
+
+    def test_a_move_of_one_of_two_blocks_is_of_none(self, index: PrefixIndex) -> None:
+        index.apply(A, [stored([1], [1]), stored([1], [1], salt="s", tier=Tier.HOST), stored([1], tier=Tier.DISK)])
+        assert {block.tier for block in index.dump(A)} == {Tier.DEVICE, Tier.HOST}
+        assert index.statistics().unknown_moves_total == 1
+
+    def test_the_same_hash_at_two_places_of_one_scope_is_doubtful_too(self, index: PrefixIndex) -> None:
+        """The first SGLang versions hashed a page by its own tokens."""
+        index.apply(A, [stored([1], [1]), stored([7, 1], [7, 1]), stored([2], [2], parent=1)])
+        assert device(index, 7, 1, 2) == {"a": 2}
+        assert device(index, 1, 2) == {}
+
+    def test_a_clear_ends_the_doubt(self, index: PrefixIndex) -> None:
+        index.apply(A, [stored([1], [1]), stored([1], [1], salt="s"), Cleared()])
+        index.apply(A, [stored([1], [1]), stored([2], [2], parent=1)])
+        assert device(index, 1, 2) == {"a": 2}
+
+    def test_a_snapshot_keeps_it(self, index: PrefixIndex) -> None:
+        index.apply(A, [stored([1], [1]), stored([1], [1], salt="s")])
+        other = PrefixIndex()
+        other.restore(index.snapshot())
+        other.apply(A, [stored([2], [2], parent=1)])
+        assert device(other, 1, 2, cache_salt="s") == {"a": 1}
+
+    def test_with_very_many_nothing_has_a_place(self, index: PrefixIndex) -> None:
+        hashes = list(range(1, 70_001))
+        for first in (1, 2):
+            tokens = np.arange(first, first + len(hashes) * BLOCK, dtype=np.int32)
+            index.apply(A, [Stored(hashes=hashes, parent=None, token_ids=tokens, block_size=BLOCK)])
+        index.apply(A, [stored([100_001], [1]), stored([100_002], [2], parent=100_001)])
+        assert device(index, 1, 2) == {"a": 1}
+
+
 class TestRemoval:
     def test_store_and_remove_are_idempotent(self, index: PrefixIndex) -> None:
         index.apply(A, [stored([1], [1]), stored([1], [1])])

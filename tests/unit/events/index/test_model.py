@@ -39,9 +39,12 @@ class NaiveWorker:
         self.held: dict[Tier, dict[int, Place]] = {tier: {} for tier in Tier}
         self.predicted: dict[Place, float] = {}
         self.orphans: list[tuple[Stored, set[int]]] = []
+        self.doubtful: set[int] = set()
+        """Hashes that stood for one block and then for another: nobody knows which of them is meant."""
 
     def find(self, hash_: int) -> Place | None:
-        return next((held[hash_] for held in self.held.values() if hash_ in held), None)
+        places = {held[hash_] for held in self.held.values() if hash_ in held}
+        return places.pop() if len(places) == 1 and hash_ not in self.doubtful else None
 
     def apply(self, record: EventRecord) -> None:
         if isinstance(record, Removed):
@@ -61,9 +64,14 @@ class NaiveWorker:
             return
         blocks = record.token_ids[:: self.block_size].tolist()
         for depth, hash_ in enumerate(record.hashes, start=1):
-            place = self.held[record.tier][hash_] = Place(parent.lora, (*parent.chain, *blocks[:depth]))
+            place = Place(parent.lora, (*parent.chain, *blocks[:depth]))
+            if self.held[record.tier].setdefault(hash_, place) != place:
+                self.doubtful.add(hash_)
+                self.held[record.tier][hash_] = place
             self.really_there(record.tier, place)
         for hash_ in record.hashes:
+            if self.find(hash_) is None:
+                continue
             for orphan in [item for item in self.orphans if item[0].parent == hash_]:
                 self.orphans.remove(orphan)
                 self.store(orphan[0])

@@ -197,6 +197,7 @@ void Core::store(uint32_t stream, const Run& run) {
 void Core::adopted(Source& source, const uint64_t* hashes, size_t count, std::vector<Work>& waiting) {
   const size_t begin = waiting.size();
   for (size_t i = 0; i < count && !source.parked.empty(); ++i) {
+    if (source.find(hashes[i]) == kNone) continue;
     for (ParkedRun& run : source.parked.adopt(hashes[i])) {
       parked_bytes_ -= run.bytes();
       bytes_ -= run.bytes();
@@ -335,6 +336,7 @@ void Core::hold_chunk(Source& source, uint32_t tree, uint32_t* parent, const Run
       ++duplicates;
     } else {
       if (at != kNone) {  // the engine gives the hash to other tokens
+        source.doubt(hashes[i]);
         release(source, run.tier, at);
         above = *parent == kNone ? kRoot : status(*parent, source);
         // The node may have been kept for what was just released below it.

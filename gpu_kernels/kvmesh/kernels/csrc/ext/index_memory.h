@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <new>
 #include <type_traits>
 
@@ -110,6 +111,34 @@ class Array {
   T* data_ = nullptr;
   size_t bytes_ = 0;
   size_t* account_;
+};
+
+// For maps and sets of few entries: their nodes are counted with what malloc adds to each.
+template <typename T>
+struct CountedAllocator {
+  using value_type = T;
+
+  explicit CountedAllocator(size_t* account) : account(account) {}
+  template <typename Other>
+  CountedAllocator(const CountedAllocator<Other>& other) : account(other.account) {}
+
+  T* allocate(size_t count) {
+    T* values = std::allocator<T>().allocate(count);
+    *account += bytes_for(count);
+    return values;
+  }
+  void deallocate(T* values, size_t count) noexcept {
+    *account -= bytes_for(count);
+    std::allocator<T>().deallocate(values, count);
+  }
+  bool operator==(const CountedAllocator& other) const { return account == other.account; }
+  bool operator!=(const CountedAllocator& other) const { return account != other.account; }
+
+  size_t* account;
+
+ private:
+  // glibc's chunks: a header of 8 bytes, multiples of 16, at least 32.
+  static size_t bytes_for(size_t count) { return std::max<size_t>((count * sizeof(T) + 23) / 16 * 16, 32); }
 };
 
 }  // namespace kvmesh::index

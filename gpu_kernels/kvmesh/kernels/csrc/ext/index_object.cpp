@@ -228,7 +228,7 @@ PyObject* core_digests(PyObject* self, PyObject* argument) {
     if (stream == kNone) return nullptr;
     const Source& source = state.core.source(stream);
     if (source.forgot) Py_RETURN_NONE;
-    std::unordered_map<uint64_t, Digest> digests = source.digests;
+    Source::Map<Digest> digests = source.digests;
     // A parked block may be held under another parent, or be parked twice; it was told once.
     std::vector<std::pair<int, uint64_t>> counted;
     source.parked.each([&](const ParkedRun& run) {

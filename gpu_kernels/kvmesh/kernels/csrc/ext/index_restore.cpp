@@ -135,7 +135,10 @@ void Restorer::read_source(Reader& reader) {
   const uint8_t flags = reader.take<uint8_t>();
   source.zero_is_root = (flags & 1) != 0;
   source.forgot = (flags & 2) != 0;
+  source.doubts_all = (flags & 8) != 0;
   for (const uint64_t group : reader.numbers()) source.ignored_groups.push_back(static_cast<int64_t>(group));
+  if ((flags & 4) != 0)
+    for (const uint64_t hash : reader.numbers()) source.doubt(hash);
   if (!reader.at_end()) throw DamagedError();
 }
 

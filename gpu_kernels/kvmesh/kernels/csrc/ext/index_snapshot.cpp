@@ -82,9 +82,14 @@ void SnapshotWriter::write_source(std::string* part) {
   const Source& source = core_.source(streams_[source_]);
   part->push_back(kSourcePart);
   put(part, static_cast<uint32_t>(source_));
-  part->push_back(static_cast<char>(source.zero_is_root | source.forgot << 1));
+  const bool doubts = !source.doubtful.empty();
+  part->push_back(static_cast<char>(source.zero_is_root | source.forgot << 1 | doubts << 2 | source.doubts_all << 3));
   put(part, static_cast<uint32_t>(source.ignored_groups.size()));
   for (const int64_t group : source.ignored_groups) put(part, group);
+  if (doubts) {
+    put(part, static_cast<uint32_t>(source.doubtful.size()));
+    for (const uint64_t hash : source.doubtful) put(part, hash);
+  }
   table_ = position_ = 0;
   stage_ = kHeld;
 }

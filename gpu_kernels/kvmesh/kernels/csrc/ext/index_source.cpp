@@ -66,11 +66,26 @@ void Parked::forget(uint64_t hash, const ParkedRun& run) {
 }
 
 uint32_t Source::find(uint64_t hash) const {
+  if (doubts_all || (!doubtful.empty() && doubtful.count(hash) > 0)) return kNone;
+  uint32_t node = kNone;
   for (int tier = 0; tier < kTiers; ++tier) {
+    if (tables[tier].empty()) continue;
     const uint32_t at = tables[tier].find(hash);
-    if (at != kNone) return tables[tier].node(at);
+    if (at == kNone) continue;
+    if (node != kNone && tables[tier].node(at) != node) return kNone;
+    node = tables[tier].node(at);
   }
-  return kNone;
+  return node;
+}
+
+void Source::doubt(uint64_t hash) {
+  if (doubts_all) return;
+  if (doubtful.size() < kMaxDoubtful) {
+    doubtful.insert(hash);
+    return;
+  }
+  doubtful.clear();
+  doubts_all = true;
 }
 
 bool Source::drop_twin(int tier, uint32_t node) {
@@ -108,7 +123,7 @@ bool Source::ignores(int64_t group) const {
 
 void Source::rename(const std::vector<uint32_t>& moved) {
   for (Held& held : tables) held.rename(moved);
-  std::unordered_map<uint64_t, uint32_t> renamed;
+  Map<uint32_t> renamed(twins.get_allocator());
   for (const auto& [key, count] : twins)
     renamed.emplace(twin_key(static_cast<int>(key >> 32), moved[static_cast<uint32_t>(key)]), count);
   twins.swap(renamed);

@@ -6,6 +6,8 @@
 #include <memory>
 #include <optional>
 #include <unordered_map>
+#include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "index_held.h"
@@ -32,6 +34,14 @@ struct ParkedRun {
   static constexpr size_t kIndexedBytes = 56;  // a hash, where it is found by, and that it is gone
 };
 
+// Engines choose their hashes: without a secret they could choose many for one place.
+struct SecretHash {
+  size_t operator()(uint64_t key) const {
+    key = (key ^ secret_multiplier()) * 0x9E3779B97F4A7C15u;
+    return (key ^ key >> 32) * secret_multiplier() >> 16;
+  }
+};
+
 // The parked runs of one source.
 class Parked {
  public:
@@ -56,17 +66,10 @@ class Parked {
   }
 
  private:
-  // Engines choose their hashes: without a secret they could choose many for one place.
   void forget(uint64_t hash, const ParkedRun& run);
-  struct Hash {
-    size_t operator()(uint64_t key) const {
-      key = (key ^ secret_multiplier()) * 0x9E3779B97F4A7C15u;
-      return (key ^ key >> 32) * secret_multiplier() >> 16;
-    }
-  };
 
-  std::unordered_map<uint64_t, std::vector<std::unique_ptr<ParkedRun>>, Hash> by_parent_;
-  std::unordered_multimap<uint64_t, ParkedRun*, Hash> by_hash_;  // of blocks that are not gone
+  std::unordered_map<uint64_t, std::vector<std::unique_ptr<ParkedRun>>, SecretHash> by_parent_;
+  std::unordered_multimap<uint64_t, ParkedRun*, SecretHash> by_hash_;  // of blocks that are not gone
   std::deque<uint64_t> order_;  // parents; some may have been adopted since
   size_t count_ = 0;
 };
@@ -85,21 +88,31 @@ inline uint64_t mixed(uint64_t x) {
 }
 
 struct Source {
+  template <typename Value>
+  using Map = std::unordered_map<uint64_t, Value, std::hash<uint64_t>, std::equal_to<>,
+                                 CountedAllocator<std::pair<const uint64_t, Value>>>;
+  using Hashes = std::unordered_set<uint64_t, SecretHash, std::equal_to<>, CountedAllocator<uint64_t>>;
+
   static constexpr int kPredicted = kTiers;  // the table of predicted blocks follows those of the tiers
   static constexpr int kTables = kTiers + 1;
 
   Source(size_t* account, uint32_t number, uint32_t stream, uint32_t scope)
       : number(number), stream(stream), scope(scope), tables{Held(account), Held(account), Held(account),
         // Predicted blocks have no hash: the low half is the node, the high half when they cease to count.
-        Held(account, UINT32_MAX)} {}
+        Held(account, UINT32_MAX)},
+        twins(Map<uint32_t>::allocator_type(account)), digests(Map<Digest>::allocator_type(account)),
+        doubtful(Hashes::allocator_type(account)) {}
 
   size_t num_held() const {
     size_t sum = 0;
     for (const Held& held : tables) sum += held.count();
     return sum;
   }
-  // The node of an engine's hash in whichever tier, or kNone.
+  // The node of an engine's hash in whichever tier; kNone, too, where it is doubtful which block is meant.
   uint32_t find(uint64_t hash) const;
+  // The engine has given the hash of a block that is held to another one, so it may have both. Where engines hash tokens
+  // alone, the two may be of different adapters or salts: what continues or moves either of them has no known place.
+  void doubt(uint64_t hash);
   // How many further hashes the engine has for the same block in the same tier.
   void add_twin(int tier, uint32_t node) { ++twins[twin_key(tier, node)]; }
   bool drop_twin(int tier, uint32_t node);
@@ -120,8 +133,11 @@ struct Source {
   static constexpr size_t kMaxIgnoredGroups = 64;
   size_t spared[kTables] = {};  // entries in a row that the memory bound has let be
   int64_t unready = 0;             // blocks that would be ready further if the one before were
-  std::unordered_map<uint64_t, uint32_t> twins;
-  std::unordered_map<uint64_t, Digest> digests;
+  Map<uint32_t> twins;
+  Map<Digest> digests;
+  static constexpr size_t kMaxDoubtful = 65536;
+  Hashes doubtful;
+  bool doubts_all = false;  // there were more
   std::vector<int64_t> ignored_groups;
   Parked parked;
 
