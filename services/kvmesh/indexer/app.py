@@ -130,9 +130,9 @@ class IndexerService(Service):
                 tasks.start_soon(self.matching.serve)
                 if zap is not None:
                     tasks.start_soon(zap.serve)
-                if self.merged is not None:
-                    tasks.start_soon(self.merged.serve)
                 feeds = self._make_feeds(tasks, context)
+                if self.merged is not None:
+                    tasks.start_soon(self.merged.serve, feeds.told_again)
                 feeds.restored(saved)
                 tasks.start_soon(feeds.upkeep)
                 if self.snapshots is not None and self._settings.snapshot_interval_s:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 from collections import deque
 
+import anyio
 import anyio.lowlevel
 import msgspec
 import zmq
 
-from kvmesh.events.encoding import END_SEQUENCE, PackedTokens
+from kvmesh.events.encoding import END_SEQUENCE, STATE_REQUEST, PackedTokens
 from kvmesh.events.feeds import Feed
 from kvmesh.events.index import Source
 from kvmesh.events.polling import readable, receive
 from kvmesh.events.records import Cleared, EventRecord, Removed, Stored
 from kvmesh.events.subscriber import Batch
+from kvmesh.indexer.merged_state import StateAnswers, ToldAgain
 from kvmesh.net.address import BindError, reachable_endpoint
 from kvmesh.net.curve import CurveSecurity
 from kvmesh.protocol.events import AllBlocksCleared, BlockRemoved
@@ -89,18 +91,28 @@ class MergedStream:
             replay.router_mandatory = True
             self.replay_endpoint = self._bound(replay, self._bind_replay, "publish_replay_endpoint")
 
-    async def serve(self) -> None:
-        """Answer replay requests until cancelled."""
+    async def serve(self, told_again: ToldAgain) -> None:
+        """Answer requests for replays and for the state until cancelled.
+
+        Args:
+            told_again: of every publisher, what it holds.
+        """
         socket = self._replay
         if socket is None:
             return
-        while True:
-            frames = receive(socket)
-            if frames is None:
-                await readable(socket)
-            elif len(frames) == 3 and not frames[1] and len(frames[2]) == 8:
-                await self._answer(socket, frames[0], int.from_bytes(frames[2], "big"))
-            await anyio.lowlevel.checkpoint()  # whoever asks without an end gets one answer a turn
+        states = StateAnswers(socket, told_again, self._state_batch)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(states.serve)
+            while True:
+                frames = receive(socket)
+                if frames is None:
+                    await readable(socket)
+                elif len(frames) == 3 and not frames[1]:
+                    if len(frames[2]) == 8:
+                        await self._answer(socket, frames[0], int.from_bytes(frames[2], "big"))
+                    elif frames[2] == STATE_REQUEST:
+                        states.ask(frames[0], self._sequence - 1)
+                await anyio.lowlevel.checkpoint()  # whoever asks without an end gets one answer a turn
 
     def close(self) -> None:
         """Close both sockets; idempotent."""
@@ -112,7 +124,7 @@ class MergedStream:
     def applied(self, feed: Feed, batch: Batch) -> None:
         """See :class:`kvmesh.events.feeds.FeedObserver`."""
         if batch.records.records:
-            self._publish(feed, batch.records.ts, [_event(record) for record in batch.records.records], batch.sequence)
+            self._publish(feed, batch.records.ts, _events(batch), batch.sequence)
 
     def cleared(self, feed: Feed) -> None:
         """See :class:`kvmesh.events.feeds.FeedObserver`."""
@@ -136,6 +148,25 @@ class MergedStream:
     def _publish(self, feed: Feed, ts: float, events: list[MeshEvent], sequence: int) -> None:
         if self._stream is None:
             return
+        kept = _Kept(self._sequence, *self._encoded(feed, ts, events, sequence))
+        self._sequence += 1
+        try:
+            self._stream.send_multipart([kept.topic, kept.sequence.to_bytes(8, "big"), kept.payload], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self._failed += 1  # a gap, which readers repair by replay
+        self._published += 1
+        self._kept.append(kept)
+        self._kept_bytes += len(kept.payload)
+        while self._kept_bytes > self._buffer_bytes:
+            self._kept_bytes -= len(self._kept.popleft().payload)
+
+    def _state_batch(self, feed: Feed, batch: Batch | None) -> tuple[bytes, bytes]:
+        """Topic and payload of what a publisher holds, or of what comes before that: nothing is held."""
+        if batch is None:
+            return self._encoded(feed, time.time(), [AllBlocksCleared()], 0)
+        return self._encoded(feed, batch.records.ts, _events(batch), batch.sequence)
+
+    def _encoded(self, feed: Feed, ts: float, events: list[MeshEvent], sequence: int) -> tuple[bytes, bytes]:
         instance_id, rank = feed.source
         origin = MeshOrigin(
             instance_id=instance_id,
@@ -149,21 +180,8 @@ class MergedStream:
             block_size=feed.block_size,
             hidden=feed.source in self._hidden,
         )
-        kept = _Kept(
-            self._sequence,
-            mesh_topic(instance_id, rank, feed.model).encode(),
-            self._encoder.encode(MeshBatch(ts, events, rank, origin)),
-        )
-        self._sequence += 1
-        try:
-            self._stream.send_multipart([kept.topic, kept.sequence.to_bytes(8, "big"), kept.payload], zmq.NOBLOCK)
-        except zmq.ZMQError:
-            self._failed += 1  # a gap, which readers repair by replay
-        self._published += 1
-        self._kept.append(kept)
-        self._kept_bytes += len(kept.payload)
-        while self._kept_bytes > self._buffer_bytes:
-            self._kept_bytes -= len(self._kept.popleft().payload)
+        topic = mesh_topic(instance_id, rank, feed.model).encode()
+        return topic, self._encoder.encode(MeshBatch(ts, events, rank, origin))
 
     def _bound(self, socket: zmq.Socket[bytes], endpoint: str, setting: str) -> str:
         if self._security is not None:
@@ -187,6 +205,10 @@ class MergedStream:
             socket.send_multipart([client, b"", b"", END_SEQUENCE.to_bytes(8, "big"), b""], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             _log.warning("replay of the merged stream broken off: the reader does not read", error=str(error))
+
+
+def _events(batch: Batch) -> list[MeshEvent]:
+    return [_event(record) for record in batch.records.records]
 
 
 def _event(record: EventRecord) -> MeshEvent:

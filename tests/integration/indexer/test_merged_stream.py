@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from kvmesh.config import IndexerSettings
 from kvmesh.events.decoding import decode_batch
 from kvmesh.events.index import Source
 from kvmesh.events.publisher import ZmqPublisher
-from kvmesh.events.records import Cleared, Removed, Stored, Tier
+from kvmesh.events.records import Cleared, EventRecord, Removed, Stored, Tier
 from kvmesh.events.replay import ReplayRequest
 from kvmesh.indexer.app import IndexerService
 from kvmesh.net.client import HttpClient
@@ -179,6 +180,96 @@ async def test_restored_blocks_are_told_again(in_mesh: bool, tmp_path: Path) -> 
                         told |= dict(zip(record.hashes, parts, strict=True))
             assert told == {number: tokens(number) for number in range(1, 8)}
             assert not hidden
+    finally:
+        teller.close()
+
+
+class Held:
+    """What a reader of the merged stream knows: tokens of each block, by worker and tier."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[tuple[str, Tier, int], list[int]] = {}
+        self.hidden: set[str] = set()
+        self.last = -1
+
+    async def read(self, endpoint: str, start: int, *, with_state: bool = False) -> None:
+        """The answer to one request."""
+        with zmq.Context() as context:
+            async with ReplayRequest(context, endpoint, start, 30.0, with_state=with_state) as replay:
+                while (batch := await replay.next()) is not None:
+                    self.last = batch.sequence
+                    self._take(envelope.decode(batch.payload)[3], decode_batch(batch.payload).records)
+
+    def _take(self, origin: MeshOrigin, records: list[EventRecord]) -> None:
+        worker = origin.instance_id
+        (self.hidden.add if origin.hidden else self.hidden.discard)(worker)
+        for record in records:
+            if isinstance(record, Cleared):
+                self.blocks = {place: told for place, told in self.blocks.items() if place[0] != worker}
+            elif isinstance(record, Removed):
+                for number in record.hashes:
+                    self.blocks.pop((worker, record.tier, number), None)
+            else:
+                for number, told in zip(record.hashes, record.token_ids.reshape(-1, BLOCK).tolist(), strict=True):
+                    self.blocks[worker, record.tier, number] = told
+
+
+async def test_who_comes_too_late_for_the_replay_asks_for_the_state(publishers: list[ZmqPublisher]) -> None:
+    """Of members that is everything, of other engines what they keep; and the stream goes on behind it."""
+    teller = Teller(buffer_steps=3)
+    settings = IndexerSettings(
+        match_endpoint=LOOPBACK,
+        publish_endpoint=LOOPBACK,
+        publish_replay_endpoint=LOOPBACK,
+        publish_buffer_bytes=2000,
+        drain_s=1,
+    )
+    member = Member(
+        instance_id="ours",
+        role="context",
+        url="http://x",
+        model="m",
+        epoch=1,
+        events_endpoint=teller.endpoints[0],
+        replay_endpoint=teller.endpoints[1],
+        tokens_per_block=BLOCK,
+    )
+    service = IndexerService(settings)
+    try:
+        async with HttpClient() as http, serving(service) as url:
+            merged = service.merged
+            assert merged is not None
+            assert merged.replay_endpoint is not None
+            empty = Held()
+            await empty.read(merged.replay_endpoint, 0, with_state=True)
+            assert (empty.blocks, empty.last) == ({}, -1)
+            service._started().hear(MemberEvent(revision=1, kind="joined", member=member))
+            for name, publisher in zip(("theirs", "gone"), publishers, strict=True):
+                body = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
+                named = {"modelname": "m", "instance_id": name}
+                await http.call("POST", f"{url}/register", Any, body=body | named)
+                publisher.publish([block(1), block(2, parent=1, medium="CPU")])
+            for number in range(1, 41):
+                teller.store(number, parent=number - 1 or None)
+            teller.remove(40)
+            await until(lambda: service.index.statistics().residencies == 39 + 4)
+            await until(lambda: service.statistics()["feeds_connected"] == 3)
+            publishers[1].shutdown()
+            await until(lambda: service.statistics()["feeds_connected"] == 2)
+            readers = [Held(), Held()]
+            async with anyio.create_task_group() as tasks:
+                for reader in readers:
+                    tasks.start_soon(partial(reader.read, merged.replay_endpoint, 0, with_state=True))
+            ours = {("ours", Tier.DEVICE, number): tokens(number) for number in range(1, 40)}
+            theirs = {("theirs", tier, number): tokens(number) for tier, number in ((Tier.DEVICE, 1), (Tier.HOST, 2))}
+            for reader in readers:
+                assert reader.blocks == ours | theirs
+                assert reader.hidden == {"gone"}
+            teller.remove(39)
+            await until(lambda: service.index.num_held(Source("ours")) == 38)
+            await readers[0].read(merged.replay_endpoint, readers[0].last + 1)
+            del ours["ours", Tier.DEVICE, 39]
+            assert readers[0].blocks == ours | theirs
     finally:
         teller.close()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing
 
 import anyio
 import anyio.lowlevel
@@ -19,6 +20,7 @@ from kvmesh.events.feeds.restored import RestoredFeeds
 from kvmesh.events.feeds.running import Running, Totals, described
 from kvmesh.events.feeds.saved import SavedFeed
 from kvmesh.events.index import PrefixIndex, Source
+from kvmesh.events.items import Batch
 from kvmesh.events.keyed import KeyRing
 from kvmesh.events.listener import Admission, EventListener, StreamName
 from kvmesh.events.reading import Reading
@@ -220,6 +222,16 @@ class Feeds:
         for source, running in self._running.items():
             if running.following is not None:
                 yield source, running.following.stream
+
+    async def told_again(self) -> AsyncGenerator[tuple[Feed, Batch | None], None]:
+        """Each publisher with None, and then with batches of what it holds, where it is there to be asked."""
+        for source, running in list(self._running.items()):
+            if running.following is None or self._running.get(source) is not running:
+                continue
+            yield running.feed, None
+            async with aclosing(running.following.told_again()) as batches:
+                async for batch in batches:
+                    yield running.feed, batch
 
     def dialects(self) -> dict[str, int]:
         """Events by the dialect they were written in, since the start."""

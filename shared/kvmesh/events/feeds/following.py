@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Protocol
 
@@ -162,19 +162,27 @@ class Following:
         resume_from, self._resume_from = self._resume_from, None
         return Admission(self._take, self.feed.replay_endpoint, resume_from, self._keys)
 
+    async def told_again(self) -> AsyncGenerator[Batch, None]:
+        """What the publisher holds, asked for once more; nothing while it is not connected."""
+        if self._ended or not self.stream.connected or self.stream.applied < 0:
+            return
+        async with aclosing(self._told_up_to(self.stream.applied)) as batches:
+            async for batch in batches:
+                yield batch
+
     async def _tell_again(self) -> None:
         """Tell the observer of what the index has from a snapshot, before it hears what came later."""
         if not self._tells_again or self._observer is None or self._resume_from is None:
             return
         self._observer.hidden(self.feed, hidden=True)  # until it has proved to be the same
         self._observer.cleared(self.feed)
-        batches = told_again(
-            self.feed, self._resume_from.sequence, self._context, security=self._security, keys=self._keys
-        )
-        async with aclosing(batches):
+        async with aclosing(self._told_up_to(self._resume_from.sequence)) as batches:
             async for batch in batches:
                 self._observer.applied(self.feed, batch)
         self._tells_again = False
+
+    def _told_up_to(self, last: int) -> AsyncGenerator[Batch, None]:
+        return told_again(self.feed, last, self._context, security=self._security, keys=self._keys)
 
     def _take(self, item: Item) -> None:
         if self._gate.closed:
