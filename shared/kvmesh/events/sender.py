@@ -156,7 +156,7 @@ class BatchSender:
                 return
             sequence, batch = self._queue.popleft()
             try:
-                self._take_in_lost(sequence)
+                self._take_in_lost(len(self.lost), sequence)
                 if self._arrears:
                     batch.events[:0] = self._arrears.take()
                 batch.events = self._live.take_in(batch.events)
@@ -170,9 +170,11 @@ class BatchSender:
             self._kept.append((sequence, payload))
             self._statistics.published_total += 1
 
-    def _take_in_lost(self, before: int) -> None:
-        """What was dropped is true all the same."""
-        while self.lost and self.lost[0].sequence < before:
+    def _take_in_lost(self, count: int, before: int) -> None:
+        """What was dropped is true all the same: of the oldest so many batches, those before a number."""
+        for _ in range(count):
+            if not self.lost or self.lost[0].sequence >= before:
+                return
             self._last, batch = self.lost.popleft()
             self._live.take_in(batch.events)
 
@@ -201,7 +203,9 @@ class BatchSender:
 
         That batch itself follows, where it is kept: by it the reader will know this publisher again.
         """
-        self._take_in_lost(self._queue[0].sequence if self._queue else END_SEQUENCE)
+        # The engine's thread goes on meanwhile. What it has put into the queue before it lost a batch is there by now.
+        count = len(self.lost)
+        self._take_in_lost(count, self._queue[0].sequence if self._queue else END_SEQUENCE)
         batch = EventBatch(time.time(), list(self._live.events()), self._rank)
         state = [(self._last, encode_batch(batch, self._encoding))] if self._last >= 0 else []
         return [*state, *(kept for kept in self._kept if kept[0] == self._last)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from kvmesh.events.live import LiveBlocks
 from kvmesh.events.published import PublishedSet
 from kvmesh.events.publisher import NullPublisher, ZmqPublisher
 from kvmesh.events.records import Tier
+from kvmesh.events.sender import BatchSender, PublisherStatistics, QueuedBatch, SenderSockets
 from kvmesh.events.sink import StreamSink
 from kvmesh.events.target import TargetGroup
 from kvmesh.hashing import ReuseScope
@@ -584,6 +586,47 @@ def test_a_reader_may_have_the_whole_state() -> None:
     assert cleared == {"type": "AllBlocksCleared"}
     assert (device["block_hashes"], device["parent_block_hash"], device["token_ids"]) == ([1], None, [1])
     assert (host["block_hashes"], host["parent_block_hash"], host["medium"], host["token_ids"]) == ([2], 1, "CPU", [2])
+
+
+class Racing(deque[QueuedBatch]):
+    """A queue of which something happens as soon as it was found empty."""
+
+    def __init__(self, happens: Callable[[], None]) -> None:
+        super().__init__()
+        self._happens = happens
+
+    def __bool__(self) -> bool:
+        if not len(self):
+            self._happens()
+            return False
+        return True
+
+
+def test_the_state_takes_nothing_in_that_was_lost_after_what_still_waits() -> None:
+    """The engine queues a batch, and loses the next one, while the state is told: their order is kept."""
+
+    def go_on() -> None:
+        batches = [QueuedBatch(at, EventBatch(0.0, [stored(at)], 0)) for at in (1, 2)]
+        queue.append(batches[0])
+        sender.lost.append(batches[1])
+
+    queue = Racing(go_on)
+    with zmq.Context() as context, context.socket(zmq.PUB) as stream:
+        sender = BatchSender(
+            SenderSockets(context, stream, None, None, shares_context=True),
+            queue,
+            -1,
+            topic="",
+            encoding="map",
+            data_parallel_rank=0,
+            buffer_steps=10,
+            published=None,
+            statistics=PublisherStatistics(),
+        )
+        assert sender._state() == []
+        sender._send_queued(1)
+        numbers = [number for number, _ in sender._state()]
+        assert numbers == [2], "first what waited, then what was lost"
 
 
 def test_a_move_is_told_with_tokens_and_parent() -> None:
