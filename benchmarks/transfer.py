@@ -157,8 +157,11 @@ class Pair:
             self.library = self._start(raw, wanted)
 
     def move(self, kind: str) -> dict[str, float]:
-        """Wall and processor seconds of one transfer."""
-        return self.generation.ask(do="receive", kind=kind, **self.context.ask(do="offer", kind=kind))
+        """One transfer: wall and processor seconds until the pages may be used, and until their owner has let go."""
+        handoff = self.context.ask(do="offer", kind=kind)
+        self.context.tell(do="settle")
+        moved = self.generation.ask(do="receive", kind=kind, **handoff)
+        return {**moved, "released_s": self.context.answer()["at_s"] - moved["from_s"]}
 
     def memcpy_s(self) -> float:
         """Seconds of a plain copy."""
@@ -226,7 +229,7 @@ def _measure(pair: Pair, rounds: int, latency_rounds: int, checksums: bool) -> d
                 raws[kind].append(raw_s / move["s"])
             elif kind == "scattered":
                 kernels.append(pair.kernel_cpu_s() / move["cpu_s"])
-    latencies = [pair.move("one")["s"] for _ in range(latency_rounds)]
+    ones = [pair.move("one") for _ in range(latency_rounds)]
     raw_latencies = [pair.raw_s("one") or 0.0 for _ in range(latency_rounds)] if pair.library is not None else []
     idle = pair.idle_percent()
     pair.end()
@@ -241,7 +244,8 @@ def _measure(pair: Pair, rounds: int, latency_rounds: int, checksums: bool) -> d
         "contiguous_ratio_vs_library": _median(raws["contiguous"]),
         "gib_per_s": round(moved / statistics.median(seconds["scattered"]) / 2**30, 2),
         "first_transfer_gib_per_s": round(moved / first_s / 2**30, 2),
-        "one_page_us_p50": round(statistics.median(latencies) * 1e6),
+        "page_latency_us_p50": round(statistics.median(one["s"] for one in ones) * 1e6),
+        "page_round_trip_us_p50": round(statistics.median(one["released_s"] for one in ones) * 1e6),
         "library_one_page_us_p50": round(statistics.median(raw_latencies) * 1e6) if raw_latencies else None,
         "idle_core_percent": round(idle, 2),
     }
@@ -270,8 +274,8 @@ def told(row: dict[str, Any]) -> str:
     return (
         f"{row['way']:13} {row['page']:8} x {row['pages']:4}  checksums {'on ' if row['checksums'] else 'off'}  "
         f"memcpy {row['ratio_vs_memcpy']:5.2f} (contiguous {row['contiguous_ratio_vs_memcpy']:.2f})  {versus}  "
-        f"{row['gib_per_s']:6.2f} GiB/s  one page {row['one_page_us_p50']} us"
-        f"{alone}  idle {row['idle_core_percent']} %"
+        f"{row['gib_per_s']:6.2f} GiB/s  one page {row['page_latency_us_p50']} us"
+        f"{alone}, {row['page_round_trip_us_p50']} us until the owner knows  idle {row['idle_core_percent']} %"
     )
 
 
@@ -292,7 +296,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
                 f"contiguous_ratio_vs_memcpy{suffix}": row["contiguous_ratio_vs_memcpy"],
                 f"scattered_ratio_vs_library{suffix}": row["ratio_vs_library"],
                 f"contiguous_ratio_vs_library{suffix}": row["contiguous_ratio_vs_library"],
-                f"one_page_us_p50{suffix}": row["one_page_us_p50"],
+                f"page_latency_us_p50{suffix}": row["page_latency_us_p50"],
+                f"page_round_trip_us_p50{suffix}": row["page_round_trip_us_p50"],
                 f"idle_core_percent{suffix}": row["idle_core_percent"],
             }
         )
@@ -301,8 +306,10 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "scattered_ratio_vs_memcpy_checksums": told("ratio_vs_memcpy", checksums=True),
         "contiguous_ratio_vs_memcpy": told("contiguous_ratio_vs_memcpy", checksums=False),
         "scattered_ratio_vs_raw_copy": told("ratio_vs_raw_copy", checksums=False),
-        "one_page_us_p50": told("one_page_us_p50", checksums=False),
-        "one_page_us_p50_checksums": told("one_page_us_p50", checksums=True),
+        "page_latency_us_p50": told("page_latency_us_p50", checksums=False),
+        "page_latency_us_p50_checksums": told("page_latency_us_p50", checksums=True),
+        "page_round_trip_us_p50": told("page_round_trip_us_p50", checksums=False),
+        "page_round_trip_us_p50_checksums": told("page_round_trip_us_p50", checksums=True),
         "idle_core_percent": max((row["idle_core_percent"] for row in rows), default=None),
         "ways": by_way,
     }

@@ -3,10 +3,14 @@
 Commands come as JSON, one a line, on stdin, and each is answered by a JSON line on stdout:
 
     {"do": "offer", "kind": "scattered"}                  context: {"handoff": "..."}
-    {"do": "receive", "kind": "scattered", "handoff": ..} generation: {"s": wall seconds, "cpu_s": of the process}
+    {"do": "settle"}                                      context, after an offer: {"at_s": when its lease was released}
+    {"do": "receive", "kind": "scattered", "handoff": ..} generation: {"s": wall seconds until the pages may be used,
+                                                          "cpu_s": of the process, "from_s": when it began}
     {"do": "memcpy"}                                      seconds of a plain copy of as many bytes
     {"do": "kernel"}                                      processor seconds of the page-copying kernel alone
     {"do": "idle", "s": 5}                                {"core_percent": share of a core of the process meanwhile}
+
+Times with a name of their own are of the clock that all processes of a host share.
 
     python benchmarks/processes/transfer_engine.py '{"role": "context", "backend": "DEFAULT", ...}'
 """
@@ -38,6 +42,7 @@ class Lease:
 
     def __init__(self, pages: np.ndarray) -> None:
         self._pages = pages
+        self.released_s = 0.0
 
     def page_ids(self, _group: int) -> np.ndarray:
         """The pages."""
@@ -46,8 +51,26 @@ class Lease:
     def quarantine(self) -> None:
         """A peer may still write."""
 
+    def levels(self, _group: int) -> np.ndarray:
+        """All on the device."""
+        return np.zeros(len(self._pages), dtype=np.uint8)
+
+    def let_move(self) -> bool:
+        """There is no colder tier."""
+        return False
+
+    def keep_place(self) -> bool:
+        """They never leave."""
+        return True
+
+    @property
+    def lost(self) -> bool:
+        """Never."""
+        return False
+
     def release(self) -> None:
         """Nothing to give back."""
+        self.released_s = time.perf_counter()
 
 
 class Engine:
@@ -67,6 +90,7 @@ class Engine:
         self._order = np.random.default_rng(0 if self.role == "context" else 1)
         self._rest = np.empty(0, dtype=np.int32)
         self._transfers = 0
+        self._offered = Lease(self._rest)
         self._checksums: bool = options["checksums"]
         self.buffer = CpuDevice(self.num_pages * self.page_bytes).allocate(self.num_pages * self.page_bytes)
         pool = PoolMemory(
@@ -102,20 +126,31 @@ class Engine:
         self._transfers += 1
         pages = self._pages(kind)
         tokens = len(pages) * self.layout.tokens_per_block
+        self._offered = Lease(pages)
         handoff = self.transceiver.respond_and_send(
-            self._transfers, "benchmark", Lease(pages), tokens, 0, PROMPT_DIGEST
+            self._transfers, "benchmark", self._offered, tokens, 0, PROMPT_DIGEST
         )
         return {"handoff": handoff.hex()}
 
+    def settle(self) -> dict[str, Any]:
+        """Wait, as an executor that has nothing else to do, until what was offered is read and its lease released."""
+        while not self._offered.released_s:
+            self.transceiver.check_context_transfer_status(1)
+        return {"at_s": self._offered.released_s}
+
     def receive(self, kind: str, handoff: str) -> dict[str, Any]:
-        """One transfer, from the request to its acknowledged end."""
+        """One transfer, from the request until its pages may be used."""
         self._transfers += 1
         offered = msgspec.msgpack.decode(bytes.fromhex(handoff), type=HandOff)
         lease = Lease(self._pages(kind))
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
         self.transceiver.request_and_receive(self._transfers, "benchmark", offered, lease, [0], PROMPT_DIGEST)
         ended = self.transceiver.check_gen_transfer_status(1)
-        taken = {"s": time.perf_counter() - start_s, "cpu_s": time.process_time() - start_cpu_s}
+        taken = {
+            "s": time.perf_counter() - start_s,
+            "cpu_s": time.process_time() - start_cpu_s,
+            "from_s": start_s,
+        }
         if ended.completed != [self._transfers]:
             raise RuntimeError(f"the transfer did not complete: {ended}")
         return taken
@@ -169,6 +204,8 @@ def main() -> None:
         match command.pop("do"):
             case "offer":
                 answer = engine.offer(**command)
+            case "settle":
+                answer = engine.settle()
             case "receive":
                 answer = engine.receive(**command)
             case "memcpy":

@@ -18,6 +18,7 @@ __all__ = [
     "Hello",
     "HelloReply",
     "LedgerEvent",
+    "Loan",
     "Refused",
     "RequestData",
     "ResultAck",
@@ -36,6 +37,17 @@ FINAL_STATES: frozenset[TransferState] = frozenset({"completed", "failed", "canc
 """Last words of a side; a transfer is finished when every side has said its own."""
 
 
+class Loan(msgspec.Struct, frozen=True):
+    """Few pages that the holder of a ticket may read without asking first, as long as the owner's grant stands."""
+
+    access: bytes
+    """Where the grant is, for the owner's plane; taken away before the pages are touched by anybody else."""
+    pages: list[bytes]
+    """Per layer group of the owner: int32 page ids on the device, one for each block; negative where none is held."""
+    checksums: list[bytes] = []
+    """Per layer group: uint64 for each of those blocks, 0 where none is held; empty: the owner does not sum."""
+
+
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """The right to read one request's pages once, minted and signed by the page owner."""
 
@@ -51,6 +63,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     nonce: bytes
     control_endpoint: str = ""
     """Where the owner listens; signed, so that nobody can be made to dial elsewhere."""
+    loan: Loan | None = None
+    """Signed, so that nobody can be made to read other pages."""
     protocol: int = PROTOCOL_VERSION
 
 
@@ -196,6 +210,11 @@ class ResultAck(msgspec.Struct, tag=True, kw_only=True):
     transfer_id: int
     session: int
     status: Literal["done", "failed", "cancelled"]
+    ticket: bytes = b""
+    """With ``done``, where the pages were read on loan: the right to them, redeemed now."""
+    num_pages: int = 0
+    """Read on loan."""
+    num_bytes: int = 0
 
 
 class CancelSession(msgspec.Struct, tag=True, kw_only=True):

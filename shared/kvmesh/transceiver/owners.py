@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvmesh.protocol.disagg import HandOff
-from kvmesh.protocol.transfer import CancelSession, Claim, Ticket
+from kvmesh.protocol.transfer import CancelSession, Claim, Loan, Ticket
 from kvmesh.transceiver.claims import open_address, sign
 from kvmesh.transceiver.local import LocalEngine
 from kvmesh.transceiver.tickets import NONCE_BYTES, PromptMismatchError, TicketError, check_endpoint, check_ticket
@@ -29,6 +29,8 @@ class Owner(NamedTuple):
     """The ticket it has signed, or the claim that this engine has."""
     num_tokens: int
     is_claim: bool = False
+    loan: Loan | None = None
+    """Pages that may be read unasked."""
 
 
 class Decline(NamedTuple):
@@ -65,7 +67,7 @@ class Owners:
             raise PromptMismatchError(
                 f"the hand-off of transfer {transfer_id} is for another prompt or cache_salt than this request's"
             )
-        return Owner(_key(ticket), handoff.control_endpoint, handoff.ticket, ticket.num_tokens)
+        return Owner(_key(ticket), handoff.control_endpoint, handoff.ticket, ticket.num_tokens, loan=ticket.loan)
 
     def of_address(self, transfer_id: int, address: bytes, num_tokens: int, prompt_digest: bytes) -> Owner:
         """The owner of a prompt that it has still to compute, with a claim to it.

@@ -17,6 +17,7 @@ from kvmesh.protocol.transfer import (
     Aux,
     CancelSession,
     HelloReply,
+    Loan,
     Refused,
     RequestData,
     ResultAck,
@@ -25,6 +26,7 @@ from kvmesh.protocol.transfer import (
 from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.arrivals import answer_obstacle
 from kvmesh.transceiver.borders import isolated
+from kvmesh.transceiver.borrowing import Borrowing, Reading
 from kvmesh.transceiver.handshake import Pairing
 from kvmesh.transceiver.links import Link, Links, LinkState
 from kvmesh.transceiver.local import LocalEngine
@@ -35,7 +37,7 @@ from kvmesh.transceiver.runs import encode_pages, only_pages
 from kvmesh.transceiver.sessions import ReceiveSession
 from kvmesh.transceiver.states import ReceiveEvent, SessionState, next_receive_status
 from kvmesh.transceiver.table import SessionTable
-from kvmesh.transceiver.types import PageLease, TransferPoll, TransferSize
+from kvmesh.transceiver.types import PageLease, PeerKey, TransferPoll, TransferSize
 
 __all__ = ["ReceiverSide"]
 
@@ -53,6 +55,7 @@ class ReceiverSide:
         self.links = Links(engine, on_up=self._link_up, on_down=self._link_down, run_locked=self._run_locked)
         self._owners = Owners(engine, self._count_refused)
         self._pulling = Pulling(engine, self.table)
+        self.borrowing = Borrowing(engine, self.table, self._acknowledge)
         self._precancelled = PreCancels(engine.clock)
         self._numbers = itertools.count(1)
         self._auxes: dict[int, Aux] = {}
@@ -141,22 +144,34 @@ class ReceiverSide:
                 int(np.count_nonzero(ids[:first] >= 0)) for ids, first in zip(pages, first_block, strict=True) if first
             )
             engine.plane.session_opened()
-            self._begin(session, owner)
+            reading = self._begin(session, owner.peer, owner.loan)
+        if reading is not None and not self.borrowing.read(session, reading):
+            with self.table.lock:
+                self._begin(session, owner.peer)
         return TransferSize(session.num_pages, session.num_bytes)
 
-    def _begin(self, session: ReceiveSession, owner: Owner) -> None:
-        """Ask at once, or connect first (under the lock). Whatever goes wrong is an end of the session."""
+    def _begin(self, session: ReceiveSession, peer: PeerKey, loan: Loan | None = None) -> Reading | None:
+        """Ask at once, or connect first (under the lock). Whatever goes wrong is an end of the session.
+
+        Returns:
+            What is to be read instead, where the pages are lent.
+        """
         try:
             if self._precancelled.take(session.transfer_id):
                 self._cancel(session, "cancelled before it was opened")
-            elif self._engine.fences.is_over(owner.peer):
-                self._fail(session, 503, "peer_dead", f"{owner.peer} ended before it was asked")
-            elif self.links.obtain(session.endpoint, owner.peer).state is LinkState.UP:
+            elif self._engine.fences.is_over(peer):
+                self._fail(session, 503, "peer_dead", f"{peer} ended before it was asked")
+            elif (link := self.links.obtain(session.endpoint, peer)).state is LinkState.UP:
+                if loan is not None and link.pairing is not None:
+                    reading = self.borrowing.plan(session, loan, link.pairing)
+                    if reading is not None:
+                        return reading
                 self._ask(session)
         except Exception:
             # The border of error isolation.
             isolated(self._log, "a transfer could not be begun", transfer_id=session.transfer_id)
             self._fail(session, 502, "transfer_failed", "the owner of the pages could not be asked for them")
+        return None
 
     def poll(self, at_least: int) -> TransferPoll:
         """What ended since the last poll; waits one interval at most for ``at_least`` sessions.
@@ -282,6 +297,7 @@ class ReceiverSide:
         Whether it serves an earlier copy of the same request, its word does not say.
         """
         with self.table.lock:
+            self.borrowing.refused(refused.transfer_id, refused.session)
             session = self._find(endpoint, refused.transfer_id, refused.session)
             if session is None:
                 self.table.counters.dropped += 1
@@ -311,6 +327,7 @@ class ReceiverSide:
         with self.table.lock:
             if (link := self.links.get(endpoint)) is not None:
                 link.lost_since_s = None
+                self.borrowing.tell_again(self._engine.clock.monotonic_s(), endpoint)
 
     def on_disconnected(self, endpoint: str) -> None:
         """The connection to an owner was lost: answers that it owes us will not come."""
@@ -410,7 +427,7 @@ class ReceiverSide:
 
     def _link_up(self, link: Link) -> None:
         for session in self._sessions_of(link.endpoint):
-            if session.status.state is SessionState.INIT:
+            if session.status.state is SessionState.INIT and not session.busy:
                 self._ask(session)
 
     def _write_no_more(self, instance_id: str, epoch: int) -> None:
@@ -426,6 +443,7 @@ class ReceiverSide:
     def _link_down(self, link: Link, code: str, reason: str) -> None:
         if link.is_fenced and code == "peer_lost":
             self._write_no_more(*link.peer)  # Another process has its address.
+        self.borrowing.forget(link.endpoint, link.peer)
         for session in self._sessions_of(link.endpoint):
             # A copy from shared memory outlives its owner; one over a socket notices by itself.
             if session.peer != link.peer:
@@ -454,6 +472,7 @@ class ReceiverSide:
     def _maintain(self) -> None:
         with self.table.lock:
             now_s = self._engine.clock.monotonic_s()
+            self.borrowing.tell_again(now_s)
             in_use = {session.endpoint for session in [*self.table.open.values(), *self.table.quarantine]}
             self.links.forget_lost(now_s, in_use)
             for session in self.table.quarantine:

@@ -13,6 +13,7 @@ from kvmesh.protocol.transfer import CancelSession, Hello, Refused, RequestData,
 from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.early_sender import EarlySender
 from kvmesh.transceiver.handshake import PairingRefusedError, StrangerError
+from kvmesh.transceiver.lending import Lending
 from kvmesh.transceiver.local import LocalEngine
 from kvmesh.transceiver.parts import HeldPages, choose_sources, make_parts
 from kvmesh.transceiver.peers import Receivers, watch_process
@@ -49,7 +50,10 @@ class SenderSide:
         self._serving = Serving(engine, self.table, self.receivers)
         self._spent = SpentNonces()
         self._precancelled = PreCancels(engine.clock)
-        self.waiting = WaitingPages(engine, self.table, begin=self._begin, fail=self._fail_asked)
+        self._lending = Lending(engine, self.table, self.receivers, self._spent)
+        self.waiting = WaitingPages(
+            engine, self.table, begin=self._begin, fail=self._fail_asked, recall=self._lending.recall
+        )
         self.early = EarlySender(engine, self.table, self.receivers, self._serving, self._precancelled)
 
     # The executor's thread.
@@ -72,32 +76,38 @@ class SenderSide:
         engine = self._engine
         now_s = engine.clock.monotonic_s()
         deadline_unix_ms = engine.times.deadline_unix_ms(engine.now_unix_ms())
-        ticket = Ticket(
-            transfer_id=transfer_id,
-            owner_instance_id=engine.key.instance_id,
-            owner_epoch=engine.key.epoch,
-            num_tokens=num_tokens,
-            prompt_digest=prompt_digest,
-            layout_digest=engine.handshake.mine.layout_digest,
-            expires_unix_ms=NEVER_UNIX_MS if deadline_unix_ms is None else deadline_unix_ms,
-            nonce=secrets.token_bytes(NONCE_BYTES),
-            control_endpoint=control_endpoint,
-        )
-        session = SendSession(
-            transfer_id=transfer_id,
-            request_id=request_id,
-            lease=lease,
-            started_s=now_s,
-            deadline_s=now_s + engine.times.timeout_s,
-            num_tokens=num_tokens,
-            ticket=ticket,
-            held=[HeldPages(ids) for ids in engine.leased_pages(lease, num_tokens)],
-        )
+        held = engine.leased_pages(lease, num_tokens)
         with self.table.lock:
+            self.table.check_new(transfer_id)
+            loan = self._lending.lend(transfer_id, held)
+            ticket = Ticket(
+                transfer_id=transfer_id,
+                owner_instance_id=engine.key.instance_id,
+                owner_epoch=engine.key.epoch,
+                num_tokens=num_tokens,
+                prompt_digest=prompt_digest,
+                layout_digest=engine.handshake.mine.layout_digest,
+                expires_unix_ms=NEVER_UNIX_MS if deadline_unix_ms is None else deadline_unix_ms,
+                nonce=secrets.token_bytes(NONCE_BYTES),
+                control_endpoint=control_endpoint,
+                loan=loan,
+            )
+            session = SendSession(
+                transfer_id=transfer_id,
+                request_id=request_id,
+                lease=lease,
+                started_s=now_s,
+                deadline_s=now_s + engine.times.timeout_s,
+                num_tokens=num_tokens,
+                ticket=ticket,
+                token=engine.tickets.sign_ticket(ticket),
+                lent=loan is not None,
+                held=[HeldPages(ids) for ids in held],
+            )
             self.table.add(session, deadline_unix_ms=deadline_unix_ms)
             if self._precancelled.take(transfer_id):
                 self._apply(session, SendEvent.CANCEL, "cancelled before it was opened")
-        return engine.tickets.sign_ticket(ticket)
+        return session.token
 
     def poll(self, at_least: int) -> TransferPoll:
         """What ended since the last poll; waits one slice at most for ``at_least`` sessions.
@@ -194,6 +204,7 @@ class SenderSide:
             if session is None or session.ticket is None or session.ticket.nonce != ticket.nonce:
                 self._refuse(route, request, 404, "transfer_unknown", "the pages of this transfer are no longer held")
                 return
+            self._lending.recall(session)
             session.peer, session.session, session.offered = peer, request.session, request.bounce
             if session.terminal:
                 self._serving.answer(session, "cancelled", message="the transfer was cancelled")
@@ -205,6 +216,9 @@ class SenderSide:
     def on_ack(self, route: bytes, ack: ResultAck) -> None:
         """A receiver reads no more."""
         with self.table.lock:
+            if ack.ticket:
+                self._lending.on_taken(route, ack)
+                return
             session = self.table.open.get(ack.transfer_id)
             if session is None or not session.asked_by(self.receivers.peer(route), ack.session):
                 # The usual answer to a repeated cancel of a session that has ended meanwhile.
@@ -321,5 +335,6 @@ class SenderSide:
         return due_s
 
     def _ended(self, session: SendSession) -> None:
+        self._lending.recall(session)
         self._engine.plane.revoke(session.transfer_id, session.session)
         self.early.ended(session)

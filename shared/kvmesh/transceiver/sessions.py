@@ -113,6 +113,10 @@ class SendSession(Session):
 
     ticket: Ticket | None = None
     """None of a promised prompt."""
+    token: bytes = b""
+    """:attr:`ticket` as it was signed."""
+    lent: bool = False
+    """Whoever holds the ticket may be reading the pages: its grant stands."""
     held: list[HeldPages] = field(default_factory=list)
     """Per layer group: the request's pages, fixed from the moment that somebody asks for them."""
     movable: bool = False

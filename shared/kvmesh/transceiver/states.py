@@ -47,6 +47,8 @@ class SendEvent(StrEnum):
 
     ASKED = "asked"
     """A receiver has redeemed the ticket."""
+    TAKEN = "taken"
+    """A receiver has read all pages on loan, and redeemed the ticket with its acknowledgement."""
     STARTED = "started"
     """From here on pages may be read (pull) or are being written (push)."""
     WRITTEN = "written"
@@ -68,6 +70,8 @@ class ReceiveEvent(StrEnum):
 
     ASKED = "asked"
     """The request for pages is on its way."""
+    BORROWED = "borrowed"
+    """All bytes were read on loan, and verified: nobody has to be asked."""
     MOVING = "moving"
     """Pull only: the owner has granted the pages and they are being read."""
     MOVED = "moved"
@@ -105,6 +109,7 @@ _S = SessionState
 
 _SEND: dict[tuple[SessionState, SendEvent], SessionState] = {
     (_S.INIT, SendEvent.ASKED): _S.READY,
+    (_S.INIT, SendEvent.TAKEN): _S.FULLY_TRANSFERRED,
     (_S.READY, SendEvent.STARTED): _S.TRANSFERRING,
     (_S.TRANSFERRING, SendEvent.WRITTEN): _S.KV_TRANSFERRED,
     (_S.TRANSFERRING, SendEvent.ACK_DONE): _S.FULLY_TRANSFERRED,
@@ -113,6 +118,7 @@ _SEND: dict[tuple[SessionState, SendEvent], SessionState] = {
 
 _RECEIVE: dict[tuple[SessionState, ReceiveEvent], SessionState] = {
     (_S.INIT, ReceiveEvent.ASKED): _S.READY,
+    (_S.INIT, ReceiveEvent.BORROWED): _S.FULLY_TRANSFERRED,
     (_S.READY, ReceiveEvent.MOVING): _S.TRANSFERRING,
     (_S.READY, ReceiveEvent.MOVED): _S.KV_TRANSFERRED,
     (_S.TRANSFERRING, ReceiveEvent.MOVED): _S.KV_TRANSFERRED,

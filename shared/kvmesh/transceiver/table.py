@@ -80,6 +80,15 @@ class SessionTable(Generic[S]):
         self.quarantine: Quarantine[S] = Quarantine()
         self.counters = Counters()
 
+    def check_new(self, transfer_id: int) -> None:
+        """Check that a session may be opened.
+
+        Raises:
+            DuplicateTransferError: one of this transfer is open.
+        """
+        if transfer_id in self.open:
+            raise DuplicateTransferError(f"transfer {transfer_id} is open already")
+
     def add(self, session: S, *, deadline_unix_ms: int | None = None) -> None:
         """Open a session.
 
@@ -87,8 +96,7 @@ class SessionTable(Generic[S]):
             DuplicateTransferError: one of this transfer is open.
         """
         with self.lock:
-            if session.transfer_id in self.open:
-                raise DuplicateTransferError(f"transfer {session.transfer_id} is open already")
+            self.check_new(session.transfer_id)
             self.open[session.transfer_id] = session
             self.counters.started += 1
             self._record(session, "registered", deadline_unix_ms=deadline_unix_ms)

@@ -6,6 +6,7 @@ under a key derived from the cluster secret. Only page owners mint tickets; anyo
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 from collections import OrderedDict
@@ -42,6 +43,9 @@ what it signed itself by its own clock, exactly.
 MAX_SPENT_NONCES = 65_536
 NEVER_UNIX_MS = (1 << 63) - 1
 """The expiry of a ticket for a transfer without a deadline."""
+
+_decoder = msgspec.msgpack.Decoder(Ticket)
+_encoder = msgspec.msgpack.Encoder()
 
 
 class TicketError(ApiError):
@@ -86,7 +90,7 @@ class Signer:
 
     def sign_ticket(self, ticket: Ticket) -> bytes:
         """The ticket as it travels."""
-        payload = msgspec.msgpack.encode(ticket)
+        payload = _encoder.encode(ticket)
         return payload + self.mac(payload)
 
     def open_ticket(self, token: bytes) -> Ticket:
@@ -99,11 +103,12 @@ class Signer:
         if not payload or len(token) > MAX_TICKET_BYTES or not self.verifies(payload, mac):
             raise TicketError("ticket_forged", "the transfer ticket was not signed by a member of this cluster")
         try:
-            return msgspec.msgpack.decode(payload, type=Ticket)
+            return _decoder.decode(payload)
         except msgspec.MsgspecError as error:
             raise TicketError("ticket_forged", f"the transfer ticket cannot be read: {error}") from error
 
 
+@functools.lru_cache(maxsize=1024)
 def check_endpoint(endpoint: str) -> None:
     """Check that somebody can be asked at an address.
 
@@ -166,23 +171,32 @@ class SpentNonces:
 
     def __init__(self, capacity: int = MAX_SPENT_NONCES) -> None:
         self._capacity = capacity
-        self._expiry: OrderedDict[bytes, int] = OrderedDict()
+        self._spent: OrderedDict[bytes, tuple[int, object]] = OrderedDict()
+        """By nonce, when it expires and for what it was used."""
 
     def __len__(self) -> int:
-        return len(self._expiry)
+        return len(self._spent)
 
-    def spend(self, right: Ticket | Claim, now_unix_ms: int) -> None:
+    def was_spent_on(self, right: Ticket | Claim, purpose: object) -> bool:
+        """Whether it was used, and for this."""
+        return right.nonce in self._spent and self._spent[right.nonce][1] == purpose
+
+    def spend(self, right: Ticket | Claim, now_unix_ms: int, purpose: object = None) -> None:
         """Mark a ticket, or a claim, as used.
+
+        Args:
+            right: what is redeemed.
+            now_unix_ms: the present by this engine's clock.
+            purpose: what for, so that it can be told from other uses.
 
         Raises:
             TicketError: ``ticket_replayed`` or ``claim_replayed`` when it was used before.
         """
-        while self._expiry and (
-            len(self._expiry) >= self._capacity or next(iter(self._expiry.values())) <= now_unix_ms
-        ):
-            self._expiry.popitem(last=False)
-        if right.nonce in self._expiry:
+        spent = self._spent
+        while spent and (len(spent) >= self._capacity or next(iter(spent.values()))[0] <= now_unix_ms):
+            spent.popitem(last=False)
+        if right.nonce in spent:
             kind = "ticket" if isinstance(right, Ticket) else "claim"
             raise TicketError(f"{kind}_replayed", f"the {kind} for transfer {right.transfer_id} was already used")
         skew_ms = 0 if isinstance(right, Ticket) else CLOCK_SKEW_MS
-        self._expiry[right.nonce] = right.expires_unix_ms + skew_ms
+        spent[right.nonce] = right.expires_unix_ms + skew_ms, purpose

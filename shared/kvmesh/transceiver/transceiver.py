@@ -366,15 +366,23 @@ class Transceiver:
 
     @property
     def has_tracked_transfers(self) -> bool:
-        """Whether any lease is held here, or a receiver waits, so that an idle executor must not wait without bound."""
+        """Whether any lease is held here, a receiver waits, or an owner may not have heard that its pages were read.
+
+        An idle executor must not wait without bound then.
+        """
         tables = (self._sender.table, self._receiver.table)
-        return len(self._sender.early.early) > 0 or any(len(table.open) + len(table.quarantine) > 0 for table in tables)
+        return (
+            len(self._sender.early.early) > 0
+            or self._receiver.borrowing.owes
+            or any(len(table.open) + len(table.quarantine) > 0 for table in tables)
+        )
 
     @property
     def awaits_quiet(self) -> bool:
-        """Whether ended transfers still hold leases, or peers wait for a look at where their pages are."""
+        """Whether peers wait for a look of this engine, or ended transfers for one of a peer."""
         return (
             self._sender.waiting.any_put_off
+            or self._receiver.borrowing.owes
             or len(self._sender.table.quarantine) + len(self._receiver.table.quarantine) > 0
         )
 
@@ -399,6 +407,7 @@ class Transceiver:
             bytes_moved_total=sent.counters.nbytes + received.counters.nbytes,
             pages_moved_total=sent.counters.pages + received.counters.pages,
             pages_reused_total=received.counters.pages_reused,
+            borrowed_total=self._receiver.borrowing.borrowed_total,
             staging_capacity_bytes=staging.capacity_bytes,
             staging_send_used_bytes=staging.send_used_bytes,
             staging_receive_used_bytes=staging.receive_used_bytes,

@@ -157,6 +157,8 @@ class TransceiverStats(NamedTuple):
     pages_moved_total: int
     pages_reused_total: int
     """Pages that were not asked for because the receiver already held them."""
+    borrowed_total: int
+    """Transfers that this engine has read on loan, with nothing but the hand-off."""
     staging_capacity_bytes: int
     """As in :class:`StagingStats`, and so the following."""
     staging_send_used_bytes: int

@@ -28,6 +28,7 @@ class WaitingPages:
         table: the sessions.
         begin: serves a request whose pages are where the session says (under the lock).
         fail: ends a session that was asked for, with the reason (under the lock).
+        recall: takes back what a session has lent (under the lock).
     """
 
     def __init__(
@@ -37,11 +38,13 @@ class WaitingPages:
         *,
         begin: Callable[[SendSession, RequestData], None],
         fail: Callable[[SendSession, str], None],
+        recall: Callable[[SendSession], None],
     ) -> None:
         self._engine = engine
         self._table = table
         self._begin = begin
         self._fail = fail
+        self._recall = recall
 
     def let_move(self) -> int:
         """Let the pages of sessions that nobody has asked for move; returns of how many that is new."""
@@ -51,7 +54,11 @@ class WaitingPages:
         with self._table.lock:
             for session in self._table.open.values():
                 unasked = session.status.state is SessionState.INIT and session.promise is None
-                if unasked and not session.movable and session.lease.let_move():
+                if not unasked or session.movable:
+                    continue
+                # Before the cache touches them, so that nobody takes for the prompt's what it puts there.
+                self._recall(session)
+                if session.lease.let_move():
                     session.movable = True
                     count += 1
         return count

@@ -78,17 +78,19 @@ def second_leg(request_of: Make, number: int, tokens: bytes, first: TokenOutput)
 async def test_a_generation_engine_waits_for_a_frozen_peer(launch: Launch, prompt: Make, request_of: Make) -> None:
     """It neither polls nor turns a deaf ear, fails the request at the deadline, and gets its pages back."""
     async with launch(kv_transfer_timeout_ms=6000) as (context, generation):
-        tokens = prompt(20)
-        for number in (1, 2):  # The first pairs the two.
+        # The first pairs the two, the second fits a loan, the third does not.
+        for number, tokens in enumerate((prompt(20), prompt(24, 7), prompt(280, 9)), 1):
             request = request_of(f"c{number}", tokens, kind="context", transfer_id=number)
             first = await prefill(context, request)
             if number == 1:
                 await whole(generation.generate(second_leg(request_of, 1, tokens, first)))
-                tokens = prompt(24, 7)
+            elif number == 2:
+                on_loan = second_leg(request_of, 2, tokens, first)
         freeze(context.ready.pid)
         try:
+            assert (await whole(generation.generate(on_loan)))[-1].finish_reason == "length"
             started_s = time.monotonic()
-            stream = generation.generate(second_leg(request_of, 2, tokens, first))
+            stream = generation.generate(second_leg(request_of, 3, tokens, first))
             with anyio.fail_after(PATIENCE_S):
                 # An engine that waits sends no statistics until something wakes it.
                 while not generation.stats.in_transfer:

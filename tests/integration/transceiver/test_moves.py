@@ -74,7 +74,9 @@ def test_both_ledgers_tell_the_same_story(pair: Pair) -> None:
     pair.context.ledger()
     pair.generation.ledger()
     pair.move(300, [7], [8])
-    story = [[300, "registered"], [300, "transferring"], [300, "completed"]]
+    # One page in shared memory is read on loan: nobody is asked.
+    between = [] if pair.way == "memfd" else [[300, "transferring"]]
+    story = [[300, "registered"], *between, [300, "completed"]]
     assert pair.context.ledger() == story
     assert pair.generation.ledger() == story
 

@@ -26,7 +26,7 @@ from kvmesh.protocol.transfer import (
 from kvmesh.transceiver.handshake import Handshake, Introduction
 from kvmesh.transceiver.ledger import Ledger
 from kvmesh.transceiver.local import LocalEngine
-from kvmesh.transceiver.planes.base import MoveJob, PlaneError
+from kvmesh.transceiver.planes.base import LOAN, MoveJob, PlaneError
 from kvmesh.transceiver.receiver import ReceiverSide
 from kvmesh.transceiver.sender import SenderSide
 from kvmesh.transceiver.tickets import Signer
@@ -132,6 +132,11 @@ class FakePlane:
         self.attach_error: str | None = None
         self.move_error: str | None = None
         self.quick_bytes = -1
+        self.lends = False
+        self.lent: dict[int, bytes] = {}
+        """By transfer, as the owner; a receiver looks into those of its owner."""
+        self.owner = self
+        self.grants = 0
         self.during: Callable[[], None] = lambda: None
 
     def describe(self) -> bytes:
@@ -157,10 +162,24 @@ class FakePlane:
 
     def revoke(self, transfer_id: int, session: int) -> None:
         self.granted.pop((transfer_id, session), None)
+        if session == LOAN:
+            self.lent.pop(transfer_id, None)
+
+    def lend(self, transfer_id: int, nbytes: int) -> bytes:
+        if not self.lends or nbytes > self.quick_bytes:
+            return b""
+        self.grants += 1
+        self.lent[transfer_id] = b"loan %d" % self.grants
+        return self.lent[transfer_id]
+
+    def stands(self, peer: PeerKey, access: bytes) -> bool:
+        return peer.instance_id == "context" and access in self.owner.lent.values()
 
     def move(self, peer: PeerKey, job: MoveJob) -> int:
         job.control.checkpoint()
         self.during()
+        if job.access.startswith(b"loan") and not self.stands(peer, job.access):
+            raise PlaneError("the owner has taken its pages back")
         if self.move_error is not None:
             raise PlaneError(self.move_error)
         job.control.checkpoint()
@@ -195,6 +214,7 @@ class Wire:
         self.dialled: list[str] = []
         self.context = self._engine("context", direction, times, groups)
         self.generation = self._engine("generation", direction, times, groups)
+        self.generation_plane.owner = self.context_plane
         self.sender = SenderSide(self.context)
         self.receiver = ReceiverSide(self.generation)
         self.leases: dict[tuple[str, int], FakeLease] = {}

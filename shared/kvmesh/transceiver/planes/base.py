@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 from kvmesh.net.faults import fault_point
 from kvmesh.transceiver.types import PageIds, PeerKey
 
-__all__ = ["DataPlane", "MoveControl", "MoveJob", "MoveStoppedError", "PageSums", "Part", "PlaneError", "Side"]
+__all__ = ["LOAN", "DataPlane", "MoveControl", "MoveJob", "MoveStoppedError", "PageSums", "Part", "PlaneError", "Side"]
 
 Side = Literal["owner", "receiver"]
 
+LOAN: Final = 0
+"""Stands for the number of a receiver's session in the grant of pages that were lent; receivers count from 1."""
 MAX_NOTED_SLICES: Final = 64
 
 
@@ -173,6 +175,19 @@ class DataPlane(Protocol):
 
     def revoke(self, transfer_id: int, session: int) -> None:
         """Owner: the session reads no more. Unknown sessions are ignored."""
+
+    def lend(self, transfer_id: int, nbytes: int) -> bytes:
+        """Owner, pull planes: let whoever presents what this returns read ``nbytes`` of a transfer unasked.
+
+        It is taken back, before anything else may happen to the pages, by :meth:`revoke` of the session :data:`LOAN`.
+
+        Returns:
+            The ``access`` of such a move; empty where a receiver could not read so quickly, or not tell that it was
+            taken back while it read.
+        """
+
+    def stands(self, peer: PeerKey, access: bytes) -> bool:
+        """Receiver: whether the owner has not taken back what :meth:`lend` gave; False for unknown peers."""
 
     def move(self, peer: PeerKey, job: MoveJob) -> int:
         """Move the pages of ``job``; blocks until all are in place. Called by the side that moves.

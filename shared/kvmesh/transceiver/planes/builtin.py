@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from kvmesh.transceiver.planes.base import MoveJob, Part, PlaneError, Side
+from kvmesh.transceiver.planes.base import LOAN, MoveJob, Part, PlaneError, Side
 from kvmesh.transceiver.planes.builtin_memfd import MappedPools, MemfdDescriptor, describe_pools
 from kvmesh.transceiver.planes.builtin_tcp import KEY_BYTES, PageClient, PageServer, PoolViews
 from kvmesh.transceiver.planes.grant_words import GrantBoard
@@ -103,6 +103,20 @@ class BuiltinPlane:
             self._board.revoke(transfer_id, session)
         if self._server is not None:
             self._server.revoke(transfer_id, session)
+
+    def lend(self, transfer_id: int, nbytes: int) -> bytes:
+        """See :meth:`DataPlane.lend`."""
+        if self._board is None or self._memfd is None or nbytes > QUICK_BYTES:
+            return b""
+        return self._board.grant(transfer_id, LOAN)
+
+    def stands(self, peer: PeerKey, access: bytes) -> bool:
+        """See :meth:`DataPlane.stands`."""
+        known = self._attached.get(peer)
+        try:
+            return isinstance(known, MappedPools) and known.grant_stands(access)
+        except PlaneError:
+            return False
 
     def move(self, peer: PeerKey, job: MoveJob) -> int:
         """See :meth:`DataPlane.move`."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvmesh.kernels import ops
 from kvmesh.transceiver.liveness import ProcessIdentity
 from kvmesh.transceiver.planes.base import MoveJob, PlaneError
-from kvmesh.transceiver.planes.grant_words import GRANT_BYTES, GrantBoard, check_grant
+from kvmesh.transceiver.planes.grant_words import GRANT_BYTES, GrantBoard, check_grant, grant_stands
 from kvmesh.transceiver.planes.pieces import check_remote, piece_slices
 from kvmesh.transceiver.types import PoolMemory
 
@@ -86,11 +86,19 @@ class MappedPools:
             raise PlaneError("the peer runs on another host or in another process id namespace")
         if descriptor.grants is None:
             raise PlaneError("the peer's memory is not granted to readers")
-        self._grants = map_pool(descriptor.process.pid, descriptor.grants).view("<u8")
+        self._grants = memoryview(map_pool(descriptor.process.pid, descriptor.grants)).cast("Q")
         self._pools = pools
         self._remote = descriptor.pools
         self._maps: list[NDArray[np.uint8]] = [map_pool(descriptor.process.pid, pool) for pool in descriptor.pools]
         self._addresses = [mapping.ctypes.data for mapping in self._maps]
+
+    def grant_stands(self, access: bytes) -> bool:
+        """Whether the peer has not taken a grant away.
+
+        Raises:
+            PlaneError: there can be no such grant.
+        """
+        return grant_stands(self._grants, access[-GRANT_BYTES:])
 
     def pull(self, job: MoveJob) -> int:
         """Copy the pieces of ``job`` into this process's pools; see :meth:`DataPlane.move`.

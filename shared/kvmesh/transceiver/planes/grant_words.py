@@ -13,12 +13,11 @@ import threading
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvmesh.cache.shared_memory import map_shared
 from kvmesh.transceiver.planes.base import PlaneError
 
-__all__ = ["GRANT_BYTES", "GrantBoard", "check_grant"]
+__all__ = ["GRANT_BYTES", "GrantBoard", "check_grant", "grant_stands"]
 
 _GRANT: Final = struct.Struct("<QQ")
 GRANT_BYTES: Final = _GRANT.size
@@ -89,20 +88,33 @@ class GrantBoard:
             os.close(fd)
 
 
-def check_grant(words: NDArray[np.uint64], access: bytes) -> None:
+def check_grant(words: memoryview[int], access: bytes) -> None:
     """Check that a grant still stood when this was called, and so during all that was copied before.
 
     Args:
-        words: the owner's, as they are mapped here.
+        words: the owner's, uint64, as they are mapped here.
         access: what :meth:`GrantBoard.grant` gave.
 
     Raises:
         PlaneError: it does not, or never did.
+    """
+    if not grant_stands(words, access):
+        raise PlaneError("the owner has taken its pages back, which it took for abandoned, while they were being read")
+
+
+def grant_stands(words: memoryview[int], access: bytes) -> bool:
+    """Whether a grant stands now.
+
+    Args:
+        words: the owner's, uint64, as they are mapped here.
+        access: what :meth:`GrantBoard.grant` gave.
+
+    Raises:
+        PlaneError: there can be no such grant.
     """
     if len(access) != GRANT_BYTES:
         raise PlaneError("the owner's grant cannot be read")
     slot, word = _GRANT.unpack(access)
     if slot >= len(words):
         raise PlaneError(f"grant {slot} of {len(words)} is referred to")
-    if int(words[slot]) != word:
-        raise PlaneError("the owner has taken its pages back, which it took for abandoned, while they were being read")
+    return words[slot] == word

@@ -164,6 +164,14 @@ class NixlPlane:
     def revoke(self, transfer_id: int, session: int) -> None:
         """Nothing was granted."""
 
+    def lend(self, transfer_id: int, nbytes: int) -> bytes:  # noqa: ARG002
+        """Nothing can be read unasked."""
+        return b""
+
+    def stands(self, peer: PeerKey, access: bytes) -> bool:  # noqa: ARG002
+        """Nothing was lent."""
+        return False
+
     def move(self, peer: PeerKey, job: MoveJob) -> int:
         """See :meth:`DataPlane.move`. A write that has been posted is waited for even when the move is stopped."""
         attached = self._attached.get(peer)

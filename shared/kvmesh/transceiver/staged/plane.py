@@ -149,6 +149,14 @@ class StagedPlane:
         """See :meth:`DataPlane.revoke`."""
         self._server.revoke(transfer_id, session)
 
+    def lend(self, transfer_id: int, nbytes: int) -> bytes:  # noqa: ARG002
+        """Nothing can be read unasked."""
+        return b""
+
+    def stands(self, peer: PeerKey, access: bytes) -> bool:  # noqa: ARG002
+        """Nothing was lent."""
+        return False
+
     def move(self, peer: PeerKey, job: MoveJob) -> int:
         """See :meth:`DataPlane.move`."""
         staging = self._staging

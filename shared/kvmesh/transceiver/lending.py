@@ -1,0 +1,146 @@
+"""The page owner's side of loans: few pages that a receiver reads with nothing but the hand-off, and tells afterwards.
+
+The grant of a loan is put up with the session and travels in the signed ticket. Who reads looks at it again after the
+last byte, so that the owner may take it back at any time without asking anybody; it does so before the pages are
+released, may move, or are granted to a receiver that has asked.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from kvmesh.cache.layout import PageLayout
+from kvmesh.protocol.transfer import Loan, Refused, ResultAck, Ticket
+from kvmesh.telemetry import get_logger
+from kvmesh.transceiver.integrity import PageChecksums
+from kvmesh.transceiver.local import LocalEngine
+from kvmesh.transceiver.peers import Receivers
+from kvmesh.transceiver.planes.base import LOAN, Part
+from kvmesh.transceiver.runs import encode_pages, only_pages
+from kvmesh.transceiver.sessions import SendSession
+from kvmesh.transceiver.states import SendEvent, next_send_status
+from kvmesh.transceiver.table import SessionTable
+from kvmesh.transceiver.tickets import SpentNonces, TicketError, check_ticket
+from kvmesh.transceiver.types import PageIds, PeerKey
+
+__all__ = ["MAX_LENT_PAGES", "Lending", "page_sums"]
+
+MAX_LENT_PAGES: Final = 64
+"""They are named in the ticket, whose length is bounded."""
+
+
+def page_sums(checksums: PageChecksums, layout: PageLayout, held: Sequence[PageIds]) -> list[bytes]:
+    """Per layer group the uint64 checksums of whole pages, one for each block; 0 where none is held.
+
+    Args:
+        checksums: computes them.
+        layout: of the pages.
+        held: per layer group the page of each block; negative where none is.
+    """
+    encoded: list[bytes] = []
+    for group, ids in zip(layout.groups, held, strict=True):
+        pages = only_pages(ids)
+        part = Part(group.pool, pages, group.pool, pages, group.page_bytes)
+        sums = checksums.of([part])[0] if len(pages) else b""
+        if len(pages) != len(ids):
+            by_block = np.zeros(len(ids), dtype="<u8")
+            by_block[ids >= 0] = np.frombuffer(sums, dtype="<u8")
+            sums = by_block.tobytes()
+        encoded.append(sums)
+    return encoded
+
+
+class Lending:
+    """See the module. Shares the sender's table, its lock, and the tickets that are spent.
+
+    Args:
+        engine: this engine.
+        table: the sessions.
+        receivers: who has introduced himself.
+        spent: tickets that were redeemed.
+    """
+
+    def __init__(
+        self, engine: LocalEngine, table: SessionTable[SendSession], receivers: Receivers, spent: SpentNonces
+    ) -> None:
+        self._engine = engine
+        self._table = table
+        self._receivers = receivers
+        self._spent = spent
+        self._log = get_logger("transceiver.lending")
+
+    def lend(self, transfer_id: int, held: Sequence[PageIds]) -> Loan | None:
+        """Put up the grant of a prompt's pages for whoever gets the ticket, where that is worth it.
+
+        Args:
+            transfer_id: of a session that is about to be opened.
+            held: per layer group the page of each block; negative where none is.
+        """
+        engine = self._engine
+        if engine.plane.direction != "pull" or engine.bounce is not None or sum(map(len, held)) > MAX_LENT_PAGES:
+            return None
+        nbytes = sum(len(only_pages(ids)) * engine.page_bytes(group) for group, ids in enumerate(held))
+        if not (access := engine.plane.lend(transfer_id, nbytes)):
+            return None
+        try:
+            sums = [] if engine.checksums is None else page_sums(engine.checksums, engine.layout, held)
+        except BaseException:
+            engine.plane.revoke(transfer_id, LOAN)
+            raise
+        return Loan(access, [encode_pages(ids) for ids in held], sums)
+
+    def recall(self, session: SendSession) -> None:
+        """Whoever reads now will find out that it must not; nothing happens where nothing is lent (under the lock)."""
+        if session.lent:
+            session.lent = False
+            self._engine.plane.revoke(session.transfer_id, LOAN)
+
+    def on_taken(self, route: bytes, ack: ResultAck) -> None:
+        """A receiver has read a loan (under the lock, on the control thread)."""
+        peer = self._receivers.peer(route)
+        session = self._table.open.get(ack.transfer_id)
+        try:
+            ticket = self._redeem(session, peer, ack)
+        except TicketError as error:
+            self._table.counters.refused += 1
+            self._log.warning("an acknowledgement was refused", transfer_id=ack.transfer_id, code=error.code)
+            code = error.code or "ticket_refused"
+            refused = Refused(
+                transfer_id=ack.transfer_id,
+                session=ack.session,
+                status=error.status,
+                code=code,
+                message=error.message,
+            )
+            self._engine.send(route, refused)
+            return
+        known = session is not None and session.ticket is not None and session.ticket.nonce == ticket.nonce
+        if not known or session is None or ticket.loan is None or session.terminal or session.peer is not None:
+            # A repeated one, or the pages were given up before it came.
+            self._table.counters.dropped += 1
+            return
+        session.peer, session.session = peer, ack.session
+        session.num_pages = min(ack.num_pages, sum(len(held.ids) for held in session.held))
+        session.num_bytes = min(ack.num_bytes, self._most_bytes(session))
+        self._table.advance(session, next_send_status(session.status, SendEvent.TAKEN))
+
+    def _redeem(self, session: SendSession | None, peer: PeerKey | None, ack: ResultAck) -> Ticket:
+        if peer is None:
+            raise TicketError("hello_required", "introduce yourself before acknowledging pages")
+        if session is not None and session.ticket is not None and hmac.compare_digest(session.token, ack.ticket):
+            ticket = session.ticket  # Which this engine has just signed itself.
+        else:
+            ticket = self._engine.tickets.open_ticket(ack.ticket)
+        purpose = (peer, ack.session)
+        if not self._spent.was_spent_on(ticket, purpose):
+            now_ms = self._engine.now_unix_ms()
+            check_ticket(ticket, transfer_id=ack.transfer_id, owner=self._engine.key, now_unix_ms=now_ms)
+            self._spent.spend(ticket, now_ms, purpose)
+        return ticket
+
+    def _most_bytes(self, session: SendSession) -> int:
+        return sum(len(held.ids) * self._engine.page_bytes(group) for group, held in enumerate(session.held))

@@ -1,0 +1,729 @@
+"""Few pages are read with nothing but the hand-off; whatever is not as it should be takes the usual way, or fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
+from kvmesh.net.faults import FaultInjectedError, injected
+from kvmesh.protocol.transfer import Loan, Refused, RequestData, ResultAck
+from kvmesh.transceiver.borrowing import lent_sources, lent_sums
+from kvmesh.transceiver.handshake import Pairing
+from kvmesh.transceiver.lending import MAX_LENT_PAGES, page_sums
+from kvmesh.transceiver.routes import plan_routes
+from kvmesh.transceiver.runs import MissingPageError, encode_pages
+from kvmesh.transceiver.sessions import CANCEL_REPEAT_S
+from kvmesh.transceiver.states import SessionState
+from kvmesh.transceiver.tickets import Signer
+from kvmesh.transceiver.types import PeerKey, PoolMemory
+
+Wire = Any
+"""tests/unit/transceiver/conftest.py"""
+
+
+@pytest.fixture
+def wire(pull: Wire) -> Wire:
+    """Two engines that know each other; the owner lends up to four pages."""
+    for plane in (pull.context_plane, pull.generation_plane):
+        plane.lends = True
+        plane.quick_bytes = 4 * 256
+    return pull
+
+
+class Checksums:
+    """Sums that are the page's number, times a factor."""
+
+    def __init__(self, factor: int) -> None:
+        self._factor = factor
+
+    def running(self, parts: Any) -> Any:
+        # What arrives is what lies at the owner.
+        mirrored = [part._replace(local=part.remote) for part in parts]
+        return SimpleNamespace(encoded=lambda: self.of(mirrored), add_all=lambda: None)
+
+    def of(self, parts: Any) -> list[bytes]:
+        return [(part.local.astype("<u8") * self._factor).tobytes() for part in parts]
+
+
+def with_checksums(wire: Wire, at_context: int | None, at_generation: int | None) -> None:
+    for engine, factor in ((wire.context, at_context), (wire.generation, at_generation)):
+        object.__setattr__(engine, "checksums", None if factor is None else Checksums(factor))
+
+
+def read_at_once(wire: Wire, transfer_id: int = 7, **asked: Any) -> None:
+    """A transfer that ends without the owner's help."""
+    wire.ask(transfer_id, wire.offer(transfer_id), **asked)
+    assert wire.receiver.poll(0).completed == [transfer_id]
+    assert wire.leases["generation", transfer_id].released == 1
+
+
+def ended_usually(wire: Wire, transfer_id: int = 7) -> None:
+    """The pages were asked for, and came."""
+    wire.pump()
+    assert wire.receiver.poll(0).completed == [transfer_id]
+    assert wire.sender.poll(0).completed == [transfer_id]
+    assert wire.released(transfer_id) == (1, 1)
+
+
+# The good case.
+
+
+def test_lent_pages_are_there_before_the_owner_hears_of_it(wire: Wire) -> None:
+    read_at_once(wire)
+    (job,) = wire.generation_plane.moved
+    (part,) = job.parts
+    assert (part.remote.tolist(), part.local.tolist()) == ([10, 11, 12, 13], [20, 21, 22, 23])
+    assert wire.leases["context", 7].released == 0
+    (ack,) = wire.to_context
+    assert (ack.status, ack.num_pages, ack.num_bytes) == ("done", 4, 4 * 256)
+    wire.deliver_to_context()
+    assert wire.context_plane.lent == {}, "nobody reads released pages"
+    assert wire.sender.poll(0).completed == [7]
+    assert wire.released(7) == (1, 1)
+    assert not wire.to_generation, "nothing is answered"
+    assert wire.sender.table.counters.pages == wire.receiver.table.counters.pages == 4 + 4
+    assert wire.sender.table.counters.nbytes == wire.receiver.table.counters.nbytes
+    assert wire.sender.table.counters.refused == wire.sender.table.counters.dropped == 0
+    assert wire.receiver.borrowing.borrowed_total == 1
+    assert wire.generation_plane.open_sessions == 0
+
+
+def test_both_ledgers_tell_of_it(wire: Wire) -> None:
+    read_at_once(wire)
+    wire.pump()
+    assert wire.states("context", 7) == wire.states("generation", 7) == ["registered", "completed"]
+
+
+@pytest.mark.parametrize(("first", "expected"), [(1, [11, 12, 13]), (3, [13]), (4, [])])
+def test_only_missing_pages_are_read(wire: Wire, first: int, expected: list[int]) -> None:
+    with_checksums(wire, 3, 3)
+    read_at_once(wire, first=first)
+    (job,) = wire.generation_plane.moved
+    assert [page for part in job.parts for page in part.remote.tolist()] == expected
+    wire.pump()
+    assert wire.sender.poll(0).completed == [7]
+    assert wire.sender.table.counters.pages == 4 + len(expected)
+
+
+def test_windowed_groups_are_lent_too(make_wire: Callable[..., Wire], tools: SimpleNamespace) -> None:
+    wire = make_wire("pull", groups=2)
+    wire.pair()
+    wire.context_plane.lends = True
+    wire.context_plane.quick_bytes = wire.generation_plane.quick_bytes = 8 * 256
+    with_checksums(wire, 3, 3)
+    held, wanted = ([10, 11, 12, 13], [-1, -1, 42, 43]), ([20, 21, 22, 23], [-1, -1, 52, 53])
+    token = wire.sender.open(7, "c7", tools.FakeLease(*held), 15, wire.ENDPOINT, tools.PROMPT_DIGEST)
+    lease = tools.FakeLease(*wanted)
+    wire.receiver.open(7, "g7", wire.handoff(token), lease, [1, 0], tools.PROMPT_DIGEST)
+    assert wire.receiver.poll(0).completed == [7]
+    (job,) = wire.generation_plane.moved
+    assert [(part.remote.tolist(), part.local.tolist()) for part in job.parts] == [
+        ([11, 12, 13], [21, 22, 23]),
+        ([42, 43], [52, 53]),
+    ]
+
+
+# What takes the usual way.
+
+
+def test_the_first_contact_asks(make_wire: Callable[..., Wire]) -> None:
+    wire = make_wire("pull")
+    for plane in (wire.context_plane, wire.generation_plane):
+        plane.lends, plane.quick_bytes = True, 4 * 256
+    wire.ask(7, wire.offer(7))
+    assert wire.receiver.poll(0).settled == 0
+    ended_usually(wire)
+    assert wire.receiver.borrowing.borrowed_total == 0
+
+
+@pytest.mark.parametrize(
+    "why", ["too many bytes", "not mapped", "taken back", "bounce here", "bounce there", "unsigned loan"]
+)
+def test_who_cannot_read_at_once_asks(wire: Wire, why: str) -> None:
+    tokens = 15
+    if why == "too many bytes":
+        tokens = 17
+    elif why == "not mapped":
+        wire.generation_plane.quick_bytes = -1
+    elif why == "bounce there":
+        object.__setattr__(wire.context, "bounce", SimpleNamespace(gather=lambda job, offered: None))
+    elif why == "unsigned loan":
+        wire.context_plane.lends = False
+    handoff = wire.offer(7, tokens=tokens)
+    if why == "taken back":
+        wire.context_plane.lent.clear()
+    elif why == "bounce here":
+        object.__setattr__(wire.generation, "bounce", SimpleNamespace(reserve=lambda pages, nbytes: None))
+    wire.ask(7, handoff, tokens=tokens)
+    assert type(wire.to_context[0]) is RequestData
+    ended_usually(wire)
+    assert wire.context_plane.lent == {}
+
+
+def test_more_pages_than_a_ticket_names_are_not_lent(wire: Wire) -> None:
+    wire.context_plane.quick_bytes = 1 << 20
+    wire.offer(7, pages=range(MAX_LENT_PAGES), tokens=4 * MAX_LENT_PAGES)
+    wire.offer(8, pages=range(MAX_LENT_PAGES + 1), tokens=4 * MAX_LENT_PAGES + 1)
+    assert list(wire.context_plane.lent) == [7]
+
+
+def test_what_is_taken_back_during_the_copy_is_asked_for(wire: Wire) -> None:
+    handoff = wire.offer(7)
+    wire.generation_plane.during = lambda: wire.context_plane.lent.clear()
+    wire.ask(7, handoff)
+    wire.generation_plane.during = lambda: None
+    assert not wire.generation_plane.moved
+    assert wire.receiver.poll(0).settled == 0
+    ended_usually(wire)
+
+
+def test_damage_is_not_accepted_and_the_pages_are_asked_for(wire: Wire) -> None:
+    """The second reading tells whether it was the owner's memory or the loan."""
+    with_checksums(wire, 3, 4)
+    wire.ask(7, wire.offer(7))
+    assert wire.receiver.poll(0).settled == 0
+    assert type(wire.to_context[0]) is RequestData
+    wire.pump()
+    assert wire.receiver.poll(0).failed[0].code == "checksum_mismatch"
+    assert wire.sender.poll(0).failed[0].code == "receiver_failed"
+    assert wire.released(7) == (1, 1)
+
+
+@pytest.mark.parametrize(("at_context", "at_generation"), [(3, None), (None, 3), (3, 3)])
+def test_a_pair_checks_when_both_do(wire: Wire, at_context: int | None, at_generation: int | None) -> None:
+    with_checksums(wire, at_context, at_generation)
+    read_at_once(wire)
+    (job,) = wire.generation_plane.moved
+    assert (job.sums is not None) == (at_context is not None and at_generation is not None)
+
+
+def relent(wire: Wire, transfer_id: int, **changes: Any) -> Any:
+    """The hand-off of an owner whose loan is another one, but signed."""
+    wire.offer(transfer_id)
+    session = wire.sender.table.open[transfer_id]
+    loan = msgspec.structs.replace(session.ticket.loan, **changes)
+    return wire.handoff(wire.context.tickets.sign_ticket(msgspec.structs.replace(session.ticket, loan=loan)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pages": []},
+        {"pages": [b"\0" * 4]},
+        {"pages": [b"\0" * 15]},
+        {"pages": [encode_pages(np.array([10, -1, 12, 13], dtype=np.int32))]},
+        {"checksums": [b"\0" * 8]},
+        {"checksums": [b"\0" * 32, b"\0" * 32]},
+    ],
+)
+def test_a_loan_that_makes_no_sense_is_asked_for(wire: Wire, changes: dict[str, Any]) -> None:
+    with_checksums(wire, 3, 3)
+    wire.ask(7, relent(wire, 7, **changes))
+    assert type(wire.to_context[0]) is RequestData
+    ended_usually(wire)
+
+
+def test_another_loan_than_was_signed_is_refused(wire: Wire) -> None:
+    """Else a client could have pages of others read into its request."""
+    handoff = wire.offer(7)
+    pages = wire.sender.table.open[7].ticket.loan.pages[0]
+    assert handoff.ticket.count(pages) == 1
+    other = encode_pages(np.array([1, 2, 3, 4], dtype=np.int32))
+    with pytest.raises(Exception, match="not signed"):
+        wire.ask(7, wire.handoff(handoff.ticket.replace(pages, other)))
+    assert not wire.generation_plane.moved
+
+
+# Taken back, before anything happens to the pages.
+
+
+def test_pages_that_may_move_are_taken_back_first(wire: Wire) -> None:
+    pool = wire.context.pools[0]
+    host = PoolMemory(address=0, nbytes=pool.nbytes, num_pages=pool.num_pages, page_bytes=pool.page_bytes)
+    object.__setattr__(wire.context, "pools", [pool, host])
+    handoff = wire.offer(7)
+    session = wire.sender.table.open[7]
+    seen: list[bool] = []
+
+    def let_move() -> bool:
+        seen.append(wire.context_plane.lent == {})
+        return True
+
+    session.lease.let_move = let_move
+    session.lease.keep_place = lambda: True
+    session.lease.levels = lambda group: np.zeros(4, dtype=np.uint8)
+    assert wire.sender.waiting.let_move() == 1
+    assert seen == [True]
+    wire.ask(7, handoff)
+    assert wire.receiver.poll(0).settled == 0
+    wire.pump()
+    wire.sender.poll(0)
+    ended_usually(wire)
+
+
+@pytest.mark.parametrize("how", ["cancel", "precancel", "deadline", "close"])
+def test_an_end_takes_the_loan_back_before_the_lease_goes(wire: Wire, how: str) -> None:
+    if how == "precancel":
+        give_up(wire, 7)
+    handoff = wire.offer(7)
+    lease = wire.leases["context", 7]
+    release, seen = lease.release, []
+
+    def released() -> None:
+        seen.append(wire.context_plane.lent == {})
+        release()
+
+    lease.release = released
+    if how == "deadline":
+        wire.clock.advance(61)
+        assert wire.sender.sweep() == [7]
+    if how in ("cancel", "deadline"):
+        assert wire.sender.cancel(7)
+    wire.sender.poll(0)
+    if how == "close":
+        wire.context_plane.lent.clear()  # As the plane does, which is closed before.
+        wire.sender.table.close()
+    assert seen == [True]
+    if how == "deadline":
+        handoff = None
+    if handoff is not None:
+        wire.ask(7, handoff)
+        assert wire.receiver.poll(0).settled == 0, "it has to ask, and hears"
+        wire.pump()
+        if how != "close":
+            assert wire.receiver.poll(0).failed[0].status == 404
+
+
+def give_up(wire: Wire, transfer_id: int) -> None:
+    wire.offer(transfer_id)
+    token = wire.sender.table.open[transfer_id].token
+    wire.sender.cancel(transfer_id)
+    wire.sender.poll(0)
+    wire.receiver.decline(transfer_id, wire.handoff(token))
+    wire.pump()
+
+
+def test_a_new_loan_of_the_same_transfer_is_another_one(wire: Wire) -> None:
+    old = wire.offer(7)
+    wire.sender.cancel(7)
+    wire.sender.poll(0)
+    wire.offer(7, pages=[30, 31, 32, 33])
+    wire.ask(7, old)
+    assert not wire.generation_plane.moved, "what the first ticket names is not lent any more"
+    wire.pump()
+    assert wire.receiver.poll(0).failed[0].status == 404
+    assert 7 in wire.sender.table.open
+
+
+def test_a_second_session_of_an_open_transfer_takes_nothing_back(wire: Wire) -> None:
+    handoff = wire.offer(7)
+    with pytest.raises(ValueError, match="open already"):
+        wire.offer(7, pages=[30, 31, 32, 33])
+    wire.ask(7, handoff)
+    assert wire.receiver.poll(0).completed == [7]
+
+
+def test_a_receiver_that_asks_is_the_only_reader(wire: Wire) -> None:
+    handoff = wire.offer(7)
+    wire.generation_plane.quick_bytes = -1
+    wire.ask(7, handoff)
+    wire.deliver_to_context()
+    assert wire.context_plane.lent == {}
+    wire.generation_plane.quick_bytes = 4 * 256
+    ended_usually(wire)
+
+
+# Acknowledgements.
+
+
+def owed(wire: Wire, transfer_id: int = 7) -> ResultAck:
+    """A loan was read, and its acknowledgement lost."""
+    read_at_once(wire, transfer_id)
+    (ack,) = wire.to_context
+    wire.to_context.clear()
+    assert isinstance(ack, ResultAck)
+    return ack
+
+
+def test_a_lost_acknowledgement_is_repeated_until_the_owner_has_heard(wire: Wire) -> None:
+    ack = owed(wire)
+    wire.receiver.sweep()
+    assert not wire.to_context, "it may still be on its way"
+    for _ in range(3):
+        wire.clock.advance(CANCEL_REPEAT_S)
+        wire.receiver.sweep()
+        wire.receiver.poll(0)
+        assert list(wire.to_context) == [ack]
+        wire.to_context.clear()
+    assert wire.receiver.borrowing.owes
+    wire.clock.advance(CANCEL_REPEAT_S)
+    wire.receiver.sweep()
+    wire.pump()
+    assert wire.sender.poll(0).completed == [7]
+    wire.clock.advance(CANCEL_REPEAT_S)
+    wire.receiver.sweep()
+    assert not wire.receiver.borrowing.owes
+    assert not wire.to_context
+
+
+def test_a_connection_that_is_back_brings_it_at_once(wire: Wire) -> None:
+    ack = owed(wire)
+    wire.receiver.on_disconnected(wire.ENDPOINT)
+    wire.receiver.on_connected(wire.ENDPOINT)
+    assert list(wire.to_context) == [ack]
+    wire.pump()
+    assert wire.sender.poll(0).completed == [7]
+
+
+def test_a_repeated_acknowledgement_changes_nothing(wire: Wire) -> None:
+    read_at_once(wire)
+    (ack,) = wire.to_context
+    for _ in range(3):
+        wire.sender.on_ack(wire.ROUTE, ack)
+    assert wire.sender.poll(0).completed == [7]
+    wire.sender.on_ack(wire.ROUTE, ack)
+    assert wire.sender.table.counters.refused == 0
+    assert wire.sender.table.counters.dropped == 3
+    assert wire.leases["context", 7].released == 1
+
+
+def test_an_owner_that_has_given_up_is_not_told_again(wire: Wire) -> None:
+    """The receiver has all of it; the owner's deadline came first."""
+    ack = owed(wire)
+    assert wire.sender.cancel(7)
+    assert wire.sender.poll(0).cancelled == [7]
+    wire.clock.advance(CANCEL_REPEAT_S)
+    wire.receiver.sweep()
+    assert not wire.receiver.borrowing.owes
+    wire.sender.on_ack(wire.ROUTE, ack)
+    assert wire.leases["context", 7].released == 1
+    assert not wire.to_generation
+
+
+def test_a_dead_owner_is_owed_nothing(wire: Wire) -> None:
+    owed(wire)
+    wire.receiver.peer_dead("context", 1)
+    assert not wire.receiver.borrowing.owes
+    wire.clock.advance(CANCEL_REPEAT_S)
+    wire.receiver.sweep()
+    assert not wire.to_context
+
+
+def test_a_second_reading_by_the_same_receiver_is_refused(wire: Wire) -> None:
+    """A ticket is good for one transfer; the owner, who stands still, has not heard of the first."""
+    handoff = wire.offer(7)
+    wire.ask(7, handoff)
+    assert wire.receiver.poll(0).completed == [7]
+    wire.ask(7, handoff)
+    assert len(wire.generation_plane.moved) == 1
+    wire.pump()
+    (failure,) = wire.receiver.poll(0).failed
+    assert (failure.status, failure.code) == (403, "ticket_replayed")
+    assert wire.sender.poll(0).completed == [7]
+
+
+def test_of_two_receivers_the_second_acknowledgement_counts_as_replayed(wire: Wire) -> None:
+    read_at_once(wire)
+    (ack,) = wire.to_context
+    wire.sender.receivers.add(
+        b"another", PeerKey("another", 1), wire.sender.receivers.pairing(PeerKey("generation", 1))
+    )
+    wire.deliver_to_context()
+    wire.sender.on_ack(b"another", ack)
+    (refused,) = wire.to_generation
+    assert (refused.status, refused.code) == (403, "ticket_replayed")
+    assert wire.sender.table.counters.refused == 1
+    assert wire.sender.poll(0).completed == [7]
+    assert wire.leases["context", 7].released == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "change"),
+    [
+        ("ticket_forged", lambda wire, ticket: Signer(b"outsider", "ticket").sign_ticket(ticket)),
+        ("ticket_forged", lambda wire, ticket: b"no ticket"),
+        ("ticket_expired", lambda wire, ticket: resigned(wire, ticket, expires_unix_ms=1)),
+        ("ticket_foreign", lambda wire, ticket: resigned(wire, ticket, owner_instance_id="another")),
+        ("ticket_stale_epoch", lambda wire, ticket: resigned(wire, ticket, owner_epoch=0)),
+        ("ticket_mismatch", lambda wire, ticket: resigned(wire, ticket, transfer_id=8)),
+    ],
+)
+def test_a_bad_ticket_frees_nothing(wire: Wire, code: str, change: Callable[..., bytes]) -> None:
+    handoff = wire.offer(7)
+    ticket = wire.sender.table.open[7].ticket
+    wire.sender.on_ack(
+        wire.ROUTE, ResultAck(transfer_id=7, session=99, status="done", ticket=change(wire, ticket), num_pages=4)
+    )
+    (refused,) = wire.to_generation
+    assert type(refused) is Refused
+    assert (refused.status, refused.code) == (403, code)
+    assert wire.sender.table.counters.refused == 1
+    wire.deliver_to_generation()
+    assert wire.sender.poll(0).settled == 0
+    # Both go on.
+    wire.ask(7, handoff)
+    assert wire.receiver.poll(0).completed == [7]
+    wire.pump()
+    assert wire.sender.poll(0).completed == [7]
+
+
+def resigned(wire: Wire, ticket: Any, **changes: Any) -> bytes:
+    token: bytes = wire.context.tickets.sign_ticket(msgspec.structs.replace(ticket, **changes))
+    return token
+
+
+def test_the_deadline_of_the_ticket_is_that_of_the_acknowledgement(wire: Wire) -> None:
+    ack = owed(wire)
+    wire.clock.advance(61)
+    wire.sender.on_ack(wire.ROUTE, ack)
+    assert wire.to_generation[0].code == "ticket_expired"
+    wire.pump()
+    assert not wire.receiver.borrowing.owes, "it is not told again what it does not take"
+    assert wire.sender.sweep() == [7]
+    assert wire.sender.cancel(7)
+    wire.sender.poll(0)
+    assert wire.released(7) == (1, 1)
+
+
+def test_a_stranger_frees_nothing(wire: Wire) -> None:
+    wire.offer(7)
+    token = wire.sender.table.open[7].token
+    wire.sender.on_ack(b"stranger", ResultAck(transfer_id=7, session=1, status="done", ticket=token))
+    assert wire.to_generation[0].code == "hello_required"
+    assert wire.sender.poll(0).settled == 0
+
+
+def test_what_was_not_lent_is_not_acknowledged(wire: Wire) -> None:
+    wire.context_plane.lends = False
+    wire.offer(7)
+    token = wire.sender.table.open[7].token
+    wire.sender.on_ack(wire.ROUTE, ResultAck(transfer_id=7, session=1, status="done", ticket=token))
+    assert wire.sender.table.counters.dropped == 1
+    assert wire.sender.table.open[7].status.state is SessionState.INIT
+
+
+def test_the_owner_believes_no_larger_numbers_than_it_lent(wire: Wire) -> None:
+    wire.offer(7)
+    token = wire.sender.table.open[7].token
+    ack = ResultAck(transfer_id=7, session=1, status="done", ticket=token, num_pages=1 << 40, num_bytes=1 << 60)
+    before = wire.sender.table.counters.pages, wire.sender.table.counters.nbytes
+    wire.sender.on_ack(wire.ROUTE, ack)
+    counters = wire.sender.table.counters
+    assert (counters.pages - before[0], counters.nbytes - before[1]) == (4, 4 * 256)
+
+
+# Faults, cancels, deaths.
+
+
+def fail_injected() -> None:
+    raise FaultInjectedError("injected")
+
+
+@pytest.mark.parametrize("point", ["before_request", "during_transfer", "before_ack"])
+def test_an_injected_failure_ends_both_sides(wire: Wire, point: str) -> None:
+    with injected(f"transceiver.{point}", fail_injected):
+        wire.ask(7, wire.offer(7))
+    assert wire.receiver.poll(0).failed == [(7, 502, "transfer_failed", "injected")]
+    wire.pump()
+    assert wire.sender.poll(0).cancelled == [7]
+    assert wire.released(7) == (1, 1)
+    assert not wire.receiver.borrowing.owes
+
+
+def test_a_defect_ends_its_own_transfer_only(wire: Wire, capsys: pytest.CaptureFixture[str]) -> None:
+    def defect() -> None:
+        raise RuntimeError("a defect")
+
+    handoff = wire.offer(7)
+    wire.generation_plane.during = defect
+    wire.ask(7, handoff)
+    wire.generation_plane.during = lambda: None
+    assert wire.receiver.poll(0).failed[0].code == "transfer_failed"
+    wire.pump()
+    assert wire.sender.poll(0).cancelled == [7]
+    read_at_once(wire, 8)
+
+
+def test_a_cancel_before_it_was_opened_reads_nothing(wire: Wire) -> None:
+    handoff = wire.offer(7)
+    wire.receiver.on_cancel(wire.ENDPOINT, SimpleNamespace(transfer_id=7, session=0))
+    wire.ask(7, handoff)
+    assert wire.receiver.poll(0).cancelled == [7]
+    assert not wire.generation_plane.moved
+    wire.pump()
+    assert wire.sender.poll(0).cancelled == [7]
+
+
+def test_an_owner_that_is_over_lends_nothing(wire: Wire) -> None:
+    handoff = wire.offer(7)
+    wire.receiver.peer_dead("context", 1, certain=False)
+    wire.ask(7, handoff)
+    assert wire.receiver.poll(0).failed[0].code == "peer_dead"
+    assert not wire.generation_plane.moved
+
+
+def test_a_copy_that_was_whole_outlives_its_owner(wire: Wire) -> None:
+    handoff = wire.offer(7)
+    wire.generation_plane.during = lambda: wire.receiver.peer_dead("context", 1)
+    wire.ask(7, handoff)
+    assert wire.receiver.poll(0).completed == [7]
+
+
+def test_a_death_during_a_copy_that_cannot_be_used_fails_at_once(wire: Wire) -> None:
+    handoff = wire.offer(7)
+
+    def dies() -> None:
+        wire.context_plane.lent.clear()
+        wire.receiver.peer_dead("context", 1)
+
+    wire.generation_plane.during = dies
+    wire.ask(7, handoff)
+    assert wire.receiver.poll(0).failed[0].code == "peer_dead"
+    assert wire.leases["generation", 7].released == 1
+
+
+def test_a_stop_during_the_copy_frees_both_sides(wire: Wire) -> None:
+    handoff = wire.offer(7)
+
+    def cancelled_elsewhere() -> None:
+        assert not wire.receiver.cancel(7), "it is being written"
+
+    wire.generation_plane.during = cancelled_elsewhere
+    wire.ask(7, handoff)
+    assert wire.receiver.poll(0).cancelled == [7]
+    wire.pump()
+    assert wire.sender.poll(0).cancelled == [7]
+    assert wire.released(7) == (1, 1)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    events=st.lists(
+        st.sampled_from(
+            [
+                "read",
+                "deliver",
+                "drop",
+                "owner cancels",
+                "receiver cancels",
+                "poll",
+                "wait",
+                "move",
+                "dead",
+                "reconnect",
+            ]
+        ),
+        max_size=14,
+    )
+)
+def test_whatever_happens_nothing_is_lost(make_wire: Callable[..., Wire], events: list[str]) -> None:
+    """After any history both leases go back once, unless the owner's deadline has still to come."""
+    wire = make_wire("pull")
+    wire.pair()
+    for plane in (wire.context_plane, wire.generation_plane):
+        plane.lends, plane.quick_bytes = True, 4 * 256
+    handoff = wire.offer(7)
+    asked = False
+    for event in events:
+        if event == "read" and not asked:
+            asked = True
+            wire.ask(7, handoff)
+        elif event == "deliver":
+            wire.pump()
+        elif event == "drop":
+            wire.to_context.clear()
+            wire.to_generation.clear()
+            wire.receiver.on_disconnected(wire.ENDPOINT)
+        elif event == "reconnect":
+            wire.receiver.on_connected(wire.ENDPOINT)
+        elif event == "owner cancels":
+            wire.sender.cancel(7)
+        elif event == "receiver cancels":
+            wire.receiver.cancel(7)
+        elif event == "poll":
+            wire.sender.poll(0)
+            wire.receiver.poll(0)
+        elif event == "wait":
+            wire.clock.advance(CANCEL_REPEAT_S)
+            wire.receiver.sweep()
+        elif event == "move":
+            wire.sender.waiting.let_move()
+        elif event == "dead":
+            wire.sender.peer_dead("another", 1)
+        session = wire.sender.table.open.get(7)
+        assert (7 in wire.context_plane.lent) <= (session is not None and not session.terminal)
+    wire.clock.advance(61)
+    for _ in range(4):
+        for side in (wire.sender, wire.receiver):
+            for overdue in side.sweep():
+                side.cancel(overdue)
+            side.cancel(7)
+            side.poll(0)
+        wire.receiver.on_connected(wire.ENDPOINT)
+        wire.pump()
+        wire.clock.advance(CANCEL_REPEAT_S)
+    assert wire.leases["context", 7].released == 1
+    assert wire.context_plane.lent == {}
+    assert not wire.receiver.borrowing.owes
+    if asked:
+        assert wire.leases["generation", 7].released == 1
+
+
+# Pure functions.
+
+
+def layout(heads: int) -> PageLayout:
+    layers = tuple(
+        LayerCacheSpec(layer_index=index, num_kv_heads=heads, head_dim=8, dtype="float32") for index in range(2)
+    )
+    return PageLayout.build(CacheRequirements(layers), 4)
+
+
+@given(
+    held=st.lists(st.integers(-1, 99), min_size=1, max_size=12),
+    data=st.data(),
+)
+def test_lent_pages_and_their_sums_go_together(held: list[int], data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, len(held)))
+    kept = data.draw(st.lists(st.booleans(), min_size=len(held) - first, max_size=len(held) - first))
+    wanted = np.array([5 + i if keep else -1 for i, keep in enumerate(kept)], dtype=np.int32)
+    same = layout(1)
+    pairing = Pairing(same, plan_routes(same, same))
+    ids = np.array(held, dtype=np.int32)
+    sums = page_sums(Checksums(7), same, [ids])  # type: ignore[arg-type]
+    loan = Loan(access=b"", pages=[encode_pages(ids)], checksums=sums)
+    expected = [page for page, keep in zip(held[first:], kept, strict=True) if keep]
+    if any(page < 0 for page in expected):
+        with pytest.raises(MissingPageError):
+            lent_sources(loan, pairing, [first], [wanted])
+        return
+    (source,) = lent_sources(loan, pairing, [first], [wanted])
+    assert source.ids.tolist() == expected
+    (theirs,) = lent_sums(loan, pairing, [first], [wanted])
+    assert np.frombuffer(theirs, "<u8").tolist() == [7 * page for page in expected]
+
+
+def test_unequal_layouts_read_on_loan_without_checksums_only(make_wire: Callable[..., Wire]) -> None:
+    """Two heads at the owner, one of them at the receiver: the owner's sums are of whole pages."""
+    for checks in (False, True):
+        wire = make_wire("pull")
+        wire.pair()
+        for plane in (wire.context_plane, wire.generation_plane):
+            plane.lends, plane.quick_bytes = True, 1 << 20
+        if checks:
+            with_checksums(wire, 3, 3)
+        link = wire.receiver.links.get(wire.ENDPOINT)
+        # What is not known to be equal counts as unequal.
+        link.pairing = link.pairing._replace(layout=msgspec.structs.replace(link.pairing.layout))
+        wire.ask(7, wire.offer(7))
+        assert wire.receiver.borrowing.borrowed_total == (0 if checks else 1)
+        wire.pump()
+        assert wire.receiver.poll(0).completed == [7]
