@@ -39,7 +39,9 @@ OF_CHART: dict[type[BaseModel], set[str]] = {
         *("cluster_secret", "cluster_secret_file", "kv_cache_config", "cache_transceiver_config"),
     },
     IndexerSettings: {"match_endpoint", "coordinator_url", "snapshot_path"},
-    CoordinatorSettings: {"etcd_endpoints", "advertise_url", "discovery"},
+    CoordinatorSettings: {
+        *("etcd_endpoints", "etcd_tls", "etcd_user", "etcd_password_file", "advertise_url", "discovery"),
+    },
 }
 
 TEXT: Schema = {"type": "string"}
@@ -51,6 +53,30 @@ TEXT_MAP: Schema = {"type": "object", "additionalProperties": TEXT}
 PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 QUANTITY: Schema = {"type": ["string", "number"]}
 PULL_POLICY: Schema = {"enum": ["Always", "IfNotPresent", "Never"]}
+SOME_TEXT: Schema = {"type": "string", "minLength": 1}
+NAME: Schema = {"type": "string", "pattern": "^([a-z]([-a-z0-9]*[a-z0-9])?)?$"}
+"""Of objects; empty: one that the chart makes up."""
+POD_LABELS: Schema = {
+    "type": "object",
+    "additionalProperties": TEXT,
+    "patternProperties": {"^app\\.kubernetes\\.io/(name|instance|component)$": {"not": {}}},
+}
+"""The chart's own choose the pods of Services and cannot be others."""
+DURATION: Schema = {"type": "string", "pattern": "^([0-9]{1,5}(h|m|s|ms)){1,4}$"}
+"""Of the Gateway API."""
+VOLUME_SOURCES = (
+    *("persistentVolumeClaim", "hostPath", "nfs", "csi", "ephemeral", "emptyDir", "image", "projected"),
+    *("configMap", "secret", "iscsi", "fc", "cephfs", "glusterfs", "rbd", "flexVolume", "azureFile", "azureDisk"),
+    *("awsElasticBlockStore", "gcePersistentDisk", "portworxVolume", "quobyte", "scaleIO", "storageos"),
+    *("photonPersistentDisk", "vsphereVolume", "cinder", "flocker"),
+)
+VOLUME: Schema = {
+    "type": "object",
+    "maxProperties": 1,
+    "additionalProperties": False,
+    "patternProperties": {f"^({'|'.join(VOLUME_SOURCES)})$": OBJECT},
+}
+"""One source of a volume."""
 
 
 def main() -> None:
@@ -93,10 +119,12 @@ def values_schema() -> Schema:
     etcd = record(
         **{key: value for key, value in pod_values().items() if key != "extraEnv"},
         mode={"enum": ["bundled", "external", "none"]},
-        endpoints=TEXTS,
+        endpoints={"type": "array", "items": {"type": "string", "pattern": "^[^@ ]+$"}},
+        tls=record(existingSecret=TEXT, clientCertificate=FLAG, serverName=TEXT),
+        auth=record(user=TEXT, existingSecret=TEXT, key=SOME_TEXT),
         replicas={"enum": [1, 3, 5]},
         podDisruptionBudget=budget(),
-        image=record(repository=TEXT, tag=TEXT, pullPolicy=PULL_POLICY, command=TEXTS),
+        image=record(repository=SOME_TEXT, tag=SOME_TEXT, pullPolicy=PULL_POLICY, command=TEXTS),
         persistence=record(enabled=FLAG, size=QUANTITY, storageClass=TEXT),
     )
     accounts = dict.fromkeys(("router", "context", "generation", "indexer", "coordinator", "etcd"), TEXT)
@@ -108,24 +136,33 @@ def values_schema() -> Schema:
         **record(
             **public,
             **{"global": OBJECT},
-            nameOverride=TEXT,
-            fullnameOverride=TEXT,
-            image=record(repository=TEXT, lightTag=TEXT, engineTag=TEXT, pullPolicy=PULL_POLICY, pullSecrets=OBJECTS),
-            model=record(name={"type": "string", "minLength": 1}, servedName=TEXT, fetch=FLAG, volume=OBJECT),
+            nameOverride=NAME,
+            fullnameOverride=NAME,
+            image=record(
+                repository=SOME_TEXT,
+                lightTag=SOME_TEXT,
+                engineTag=SOME_TEXT,
+                pullPolicy=PULL_POLICY,
+                pullSecrets=OBJECTS,
+            ),
+            model=record(name=SOME_TEXT, servedName=TEXT, fetch=FLAG, volume=VOLUME),
             log=record(level={"enum": ["debug", "info", "warning", "error"]}, format={"enum": ["json", "console"]}),
             otlpEndpoint=TEXT,
-            clusterSecret=record(value=TEXT, existingSecret=TEXT, key=TEXT),
-            apiKeys=record(keys=TEXTS, existingSecret=TEXT, key=TEXT),
+            clusterSecret=record(
+                value={"type": "string", "pattern": "^(.{16,})?$"}, existingSecret=TEXT, key=SOME_TEXT
+            ),
+            apiKeys=record(keys=TEXTS, existingSecret=TEXT, key=SOME_TEXT),
             tls=record(
                 enabled=FLAG,
                 existingSecret=TEXT,
-                serverName={"type": "string", "minLength": 1},
+                serverName=SOME_TEXT,
+                extraNames=TEXTS,
                 days=whole(1),
                 clientAuth={"enum": ["none", "required"]},
                 curve=record(existingSecret=TEXT),
             ),
             discovery={"enum": ["none", "dns", "endpointslice"]},
-            bindHost=TEXT,
+            bindHost=SOME_TEXT,
             router=router,
             context=worker,
             generation=worker,
@@ -137,13 +174,13 @@ def values_schema() -> Schema:
             serviceAccount=record(create=FLAG, annotations=TEXT_MAP, existing=record(**accounts)),
             networkPolicy=record(enabled=FLAG, clients=OBJECTS, monitoring=OBJECTS),
             ingress=record(enabled=FLAG, className=TEXT, annotations=TEXT_MAP, host=TEXT, path=TEXT, tls=OBJECTS),
-            gateway=record(enabled=FLAG, parentRefs=OBJECTS, hostnames=TEXTS, timeout=TEXT),
+            gateway=record(enabled=FLAG, parentRefs=OBJECTS, hostnames=TEXTS, timeout=DURATION),
             monitoring=record(
                 serviceMonitor=record(enabled=FLAG, labels=TEXT_MAP, interval=TEXT),
                 prometheusRule=monitor,
                 dashboards=monitor,
             ),
-            podSecurityContext=OBJECT,
+            podSecurityContext={"type": "object", "properties": {"runAsUser": whole(1)}},
         ),
     }
 
@@ -154,7 +191,7 @@ def pod_values(*, spread: bool = False) -> Schema:
     values = {
         "resources": record(requests=amounts, limits=amounts, claims=OBJECTS),
         "podAnnotations": TEXT_MAP,
-        "podLabels": TEXT_MAP,
+        "podLabels": POD_LABELS,
         "nodeSelector": TEXT_MAP,
         "tolerations": OBJECTS,
         "affinity": OBJECT,
@@ -183,7 +220,8 @@ def scaling_values() -> Schema:
 
 def budget() -> Schema:
     """Values of a PodDisruptionBudget."""
-    return record(enabled=FLAG, maxUnavailable={"type": ["integer", "string"]})
+    some: Schema = {"anyOf": [whole(1), {"type": "string", "pattern": "^([1-9][0-9]?|100)%$"}]}
+    return record(enabled=FLAG, maxUnavailable=some)
 
 
 def whole(minimum: int, maximum: int | None = None) -> Schema:
@@ -192,8 +230,18 @@ def whole(minimum: int, maximum: int | None = None) -> Schema:
 
 
 def record(**properties: Schema) -> Schema:
-    """An object with these keys and no others."""
-    return {"type": "object", "additionalProperties": False, "properties": properties}
+    """An object with these keys and no others.
+
+    A key that somebody sets to null is missing, which templates fail on: only what may be null may be missing.
+    """
+    optional = {"global", "claims", "requests", "limits"}
+    required = sorted(name for name, schema in properties.items() if not may_be_null(schema) and name not in optional)
+    return {"type": "object", "additionalProperties": False, "properties": properties, "required": required}
+
+
+def may_be_null(schema: Schema) -> bool:
+    """Whether null is a value of it."""
+    return bool("null" in schema.get("type", ""))
 
 
 def of_class(kind: type[BaseModel], definitions: Schema, without: frozenset[str] | set[str] = frozenset()) -> Schema:

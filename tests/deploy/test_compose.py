@@ -29,6 +29,8 @@ Items = list[dict[str, Any]]
 
 SERVICES = {"router", "coordinator", "indexer", "etcd", "memory", "context", "generation"}
 LEASE_S = 10.0
+KEEPERS = ("router", "coordinator", "indexer", "etcd", "context", "generation")
+"""Services that have a place for secrets."""
 
 
 def wait_for_members(mesh: Project, context: int, generation: int, timeout_s: float = 60.0) -> float:
@@ -88,10 +90,12 @@ def test_containers_are_locked(mesh: Project, docker: Docker) -> None:
 
 
 def test_no_secret_is_told(mesh: Project, docker: Docker) -> None:
-    [router] = mesh.containers("router")
-    secret = docker("exec", router, "cat", "/run/kvmesh/cluster_secret").strip()
+    server = mesh.containers("context")[0]
+    secret = docker("exec", server, "cat", "/run/kvmesh/cluster_secret").strip()
     assert len(secret) >= 32
-    assert docker("exec", router, "stat", "-c", "%a %u", "/run/kvmesh/cluster_secret").strip() == "600 10001"
+    assert docker("exec", server, "stat", "-c", "%a %u", "/run/kvmesh/cluster_secret").strip() == "600 10001"
+    found = {service: secrets_in(mesh, docker, service) for service in KEEPERS}
+    assert {service for service in KEEPERS if found[service]} == {"context", "generation"}
     everything = mesh.compose("logs", "--no-color") + str(mesh.inspect()) + mesh.compose("config")
     everything += "".join(docker("exec", each, "env") for each in mesh.containers())
     assert secret not in everything
@@ -101,6 +105,12 @@ def test_no_secret_is_told(mesh: Project, docker: Docker) -> None:
             if process.exists():  # the engine is on this machine
                 shown = (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
                 assert secret.encode() not in shown
+
+
+def secrets_in(mesh: Project, docker: Docker, service: str) -> set[str]:
+    """What a service has in its own place for secrets."""
+    listed = docker("exec", mesh.containers(service)[0], "sh", "-c", "cd /run/kvmesh && find . -type f")
+    return {line.removeprefix("./") for line in listed.split()}
 
 
 def test_a_subscriber_outside_reads_the_events(mesh: Project, ask: Ask) -> None:
@@ -229,7 +239,8 @@ def test_keys_of_clients(mesh: Project, docker: Docker) -> None:
         "run", "--rm", "-v", volume, "--entrypoint", "sh", image, "-c", "umask 077; echo sk-deploy >/run/kvmesh/keys"
     )
     keys = {"KVMESH_API_KEYS_FILE": "/run/kvmesh/keys"}
-    mesh.up("--no-deps", "router", **keys)
+    mesh.up("router", **keys)
+    assert secrets_in(mesh, docker, "router") == {"keys"}
     statuses = {}
     for key in ("sk-wrong", "sk-deploy"):
         with openai.OpenAI(base_url=f"{mesh.url}/v1", api_key=key, max_retries=0, timeout=60) as client:
@@ -270,6 +281,18 @@ def test_encrypted(mesh: Project, docker: Docker, tmp_path: Path, golden: Items,
     [indexer] = mesh.containers("indexer")
     pair = tmp_path / "kvmesh.key_secret"
     pair.write_text(docker("exec", indexer, "cat", "/run/kvmesh/curve/kvmesh.key_secret"))
+    pairs = {"tls/ca.crt", "tls/tls.crt", "tls/tls.key"}
+    assert secrets_in(mesh, docker, "context") == pairs | {"cluster_secret", "curve/kvmesh.key_secret"}
+    assert secrets_in(mesh, docker, "indexer") == pairs | {"curve/kvmesh.key_secret"}
+    assert secrets_in(mesh, docker, "coordinator") == secrets_in(mesh, docker, "etcd") == pairs
+    told = mesh.compose("logs", "--no-color") + str(mesh.inspect())
+    told += "".join(docker("exec", each, "env") for each in mesh.containers())
+    private = {
+        docker("exec", mesh.containers(service)[0], "cat", "/run/kvmesh/tls/tls.key").split("\n")[1]
+        for service in KEEPERS
+    }
+    assert len(private) == len(KEEPERS) - 1, "each has a key of its own, context and generation servers the same"
+    assert not [key for key in private if key in told]
     assert shakes_hands(mesh.events_endpoint, pair)
     assert not shakes_hands(mesh.events_endpoint, None)
 
@@ -298,8 +321,8 @@ def test_down_leaves_nothing(mesh: Project, docker: Docker, told: Tell) -> None:
     told("down", time.monotonic() - begin_s)
     left = mesh.left_over()
     assert left["containers"] == left["networks"] == []
-    # The model, the secrets (with those of the authority and of Prometheus) and etcd's data stay until asked for.
-    assert len(left["volumes"]) == 5
+    # The model, the secrets (all, the authority's, of six kinds of services) and etcd's data stay until asked for.
+    assert len(left["volumes"]) == 10
     mesh.compose("down", "--volumes")
     assert mesh.left_over() == {"containers": [], "networks": [], "volumes": []}
     assert set(docker("volume", "ls", "--quiet").split()) == mesh.foreign_volumes

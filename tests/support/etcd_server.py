@@ -43,7 +43,7 @@ class EtcdServer:
         self.directory = Path(tempfile.mkdtemp(prefix="kvm-etcd-", dir="/tmp"))
         client, peer = _free_ports(2)
         self.url = f"{'https' if certificates else 'http'}://127.0.0.1:{client}"
-        self._peer = f"http://127.0.0.1:{peer}"
+        self.peer_url = f"http://127.0.0.1:{peer}"
         self.popen: subprocess.Popen[bytes] | None = None
 
     def start(self) -> EtcdServer:
@@ -53,8 +53,8 @@ class EtcdServer:
         argv = [
             *(binary, "--name", "test", "--data-dir", str(self.directory / "data")),
             *("--listen-client-urls", self.url, "--advertise-client-urls", self.url),
-            *("--listen-peer-urls", self._peer, "--initial-advertise-peer-urls", self._peer),
-            *("--initial-cluster", f"test={self._peer}"),
+            *("--listen-peer-urls", self.peer_url, "--initial-advertise-peer-urls", self.peer_url),
+            *("--initial-cluster", f"test={self.peer_url}"),
         ]
         if (own := self._certificates) is not None:
             argv += ["--cert-file", str(own.certificate), "--key-file", str(own.key)]

@@ -87,7 +87,16 @@ LEAST: dict[str, Any] = {
     "networkPolicy": {"enabled": False},
 }
 DEFAULT: dict[str, Any] = {"clusterSecret": {"value": SECRET}}
-CASES = {"default": DEFAULT, "everything": EVERYTHING, "tls": TLS, "least": LEAST}
+EXTERNAL: dict[str, Any] = {
+    "clusterSecret": {"value": SECRET},
+    "etcd": {
+        "mode": "external",
+        "endpoints": ["https://etcd.example:2379"],
+        "tls": {"existingSecret": "etcd-client", "clientCertificate": True, "serverName": "etcd.example"},
+        "auth": {"user": "kvmesh", "existingSecret": "etcd-user"},
+    },
+}
+CASES = {"external": EXTERNAL, "default": DEFAULT, "everything": EVERYTHING, "tls": TLS, "least": LEAST}
 
 
 class HelmError(Exception):

@@ -66,12 +66,74 @@ snapshot_path: /var/lib/kvmesh/index/index.snapshot
 coordinator_url: {{ include "kvmesh.coordinatorUrls" (index . 0) | quote }}
 {{- end -}}
 
+{{/* How the coordinator shows an external etcd who it is. */}}
+{{- define "kvmesh.etcdAccess" -}}
+{{- if eq .Values.etcd.mode "external" -}}
+{{- with .Values.etcd.tls -}}
+{{- if .existingSecret -}}
+etcd_tls:
+  ca_file: /etc/kvmesh/etcd-tls/ca.crt
+  {{- if .clientCertificate }}
+  cert_file: /etc/kvmesh/etcd-tls/tls.crt
+  key_file: /etc/kvmesh/etcd-tls/tls.key
+  {{- end }}
+  {{- with .serverName }}
+  server_name: {{ . }}
+  {{- end }}
+{{ end -}}
+{{- end -}}
+{{- with .Values.etcd.auth -}}
+{{- if .user -}}
+{{- if not .existingSecret -}}
+{{- fail "etcd.auth.existingSecret must name the Secret that has the password of etcd.auth.user" -}}
+{{- end -}}
+etcd_user: {{ .user | quote }}
+etcd_password_file: /etc/kvmesh/etcd-auth/password
+{{- end -}}
+{{- end -}}
+{{- else if or .Values.etcd.tls.existingSecret .Values.etcd.auth.user -}}
+{{- fail "etcd.tls and etcd.auth are for etcd.mode external; the bundled etcd has certificates with tls.enabled" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvmesh.etcdMounts" -}}
+{{- if eq .Values.etcd.mode "external" -}}
+{{- if .Values.etcd.tls.existingSecret }}
+- {name: etcd-tls, mountPath: /etc/kvmesh/etcd-tls, readOnly: true}
+{{- end }}
+{{- if .Values.etcd.auth.user }}
+- {name: etcd-auth, mountPath: /etc/kvmesh/etcd-auth, readOnly: true}
+{{- end }}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvmesh.etcdVolumes" -}}
+{{- if eq .Values.etcd.mode "external" -}}
+{{- if .Values.etcd.tls.existingSecret }}
+- name: etcd-tls
+  secret:
+    secretName: {{ .Values.etcd.tls.existingSecret }}
+    defaultMode: 0440
+{{- end }}
+{{- if .Values.etcd.auth.user }}
+- name: etcd-auth
+  secret:
+    secretName: {{ .Values.etcd.auth.existingSecret }}
+    defaultMode: 0440
+    items: [{key: {{ .Values.etcd.auth.key }}, path: password}]
+{{- end }}
+{{- end -}}
+{{- end -}}
+
 {{- define "kvmesh.config.coordinator" -}}
 {{- $root := index . 0 -}}
 {{- $values := $root.Values.coordinator -}}
 port: 8400
 {{- with include "kvmesh.etcdEndpoints" $root }}
 etcd_endpoints: {{ . }}
+{{- with include "kvmesh.etcdAccess" $root }}
+{{ . }}
+{{- end }}
 {{- if not (get $values.settings "cluster_name") }}
 # An external etcd may have several meshes.
 cluster_name: {{ $root.Release.Namespace }}.{{ include "kvmesh.fullname" $root }}

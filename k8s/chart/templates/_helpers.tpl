@@ -266,10 +266,27 @@ labels:
 annotations:
   # Its own settings only: a change of the router's does not start the servers anew.
   checksum/config: {{ include "kvmesh.config" . | sha256sum }}
-  checksum/secret: {{ toJson (list $root.Values.clusterSecret $root.Values.apiKeys.existingSecret $root.Values.tls) | sha256sum }}
+  checksum/secret: {{ include "kvmesh.secretsInUse" . | sha256sum }}
   {{- with $values.podAnnotations }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
+{{- end -}}
+
+{{/*
+Which secrets a pod is started with; other ones start it anew. The cluster secret itself only where it is used: whoever
+may list these pods could try to guess it (values.schema.json asks for 16 characters). Takes (list root component).
+*/}}
+{{- define "kvmesh.secretsInUse" -}}
+{{- $values := (index . 0).Values -}}
+{{- $own := list $values.tls -}}
+{{- if eq (index . 1) "router" -}}
+{{- $own = append $own $values.apiKeys.existingSecret -}}
+{{- else if has (index . 1) (list "context" "generation") -}}
+{{- $own = append $own $values.clusterSecret -}}
+{{- else if and (eq (index . 1) "coordinator") (eq $values.etcd.mode "external") -}}
+{{- $own = concat $own (list $values.etcd.tls $values.etcd.auth) -}}
+{{- end -}}
+{{- toJson $own -}}
 {{- end -}}
 
 {{/* Downloads a built-in model once for the pod. Takes (list root tag). */}}
@@ -303,10 +320,14 @@ initContainers:
 {{/* Seconds a pod has from its deletion to its end. Takes (list values seconds-before-SIGTERM default-drain_s). */}}
 {{- define "kvmesh.grace" -}}
 {{- $values := index . 0 -}}
+{{- $drain := add (ceil (get $values.settings "drain_s" | default 10.0) | int) (int (index . 1)) -}}
 {{- if $values.terminationGracePeriodSeconds -}}
+{{- if le (int $values.terminationGracePeriodSeconds) (int $drain) -}}
+{{- fail (printf "terminationGracePeriodSeconds %d would kill pods that still drain: they take up to %d s (preStopSeconds and settings.drain_s)" (int $values.terminationGracePeriodSeconds) (int $drain)) -}}
+{{- end -}}
 {{ int $values.terminationGracePeriodSeconds }}
 {{- else -}}
-{{ add (ceil (get $values.settings "drain_s" | default 10.0) | int) (int (index . 1)) 15 }}
+{{ add $drain 15 }}
 {{- end -}}
 {{- end -}}
 
@@ -378,6 +399,10 @@ metadata:
   {{- include "kvmesh.metadata" (list $root $component (printf "%s-%s" (include "kvmesh.fullname" $root) $component)) | nindent 2 }}
 spec:
   maxUnavailable: {{ $budget.maxUnavailable }}
+  {{- if semverCompare ">=1.27-0" $root.Capabilities.KubeVersion.Version }}
+  # A pod that does not get ready must not keep a node from being drained: it serves nobody.
+  unhealthyPodEvictionPolicy: AlwaysAllow
+  {{- end }}
   selector:
     matchLabels:
       {{- include "kvmesh.selectorLabels" (list $root $component) | nindent 6 }}

@@ -54,7 +54,7 @@ def make_certificate(
         names: host names and addresses that it bears beside :data:`COMMON_NAMES`.
         stem: of the two file names.
         days: how long it is valid.
-        common_name: subject of the certificate.
+        common_name: subject of the certificate; empty: it has none.
         purposes: what it is for.
         now: when it is made.
 
@@ -132,7 +132,7 @@ def _sign(
     usages = {"server": ExtendedKeyUsageOID.SERVER_AUTH, "client": ExtendedKeyUsageOID.CLIENT_AUTH}
     return (
         x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, common_name)]))
+        .subject_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, common_name)] if common_name else []))
         .issuer_name(authority.subject)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())

@@ -16,6 +16,7 @@ from zmq.utils.monitor import parse_monitor_message
 from kvmesh.cli.errors import UserError
 from kvmesh.cli.events_view import Printer, Stream
 from kvmesh.events.endpoints import EndpointError, rank_endpoint
+from kvmesh.net.address import choose_family
 from kvmesh.net.client import HttpClient, PeerUnreachableError
 from kvmesh.net.curve import CurveSecurity
 from kvmesh.net.discovery import CoordinatorClient
@@ -187,6 +188,7 @@ async def _subscribe(name: str, endpoint: str, printer: Printer, take: Frames, s
         socket.subscribe(b"")
         if security is not None:
             security.apply_client(socket)
+        choose_family(socket, endpoint)
         socket.connect(endpoint)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_tell_connection, name, endpoint, printer, monitor)

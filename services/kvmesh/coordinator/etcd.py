@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -11,12 +12,14 @@ import anyio
 import msgspec
 from aiohttp import ClientError
 
+from kvmesh.config.errors import ConfigError
 from kvmesh.net.client import HttpClient, PeerUnreachableError
+from kvmesh.net.private_files import warn_if_public
 from kvmesh.net.tls import Tls
 from kvmesh.protocol.errors import ApiError
 from kvmesh.telemetry import get_logger
 
-__all__ = ["EtcdClient", "EtcdError", "Guard", "KeyValue"]
+__all__ = ["EtcdClient", "EtcdError", "EtcdUser", "Guard", "KeyValue"]
 
 T = TypeVar("T")
 
@@ -24,6 +27,11 @@ PAGE_KEYS = 1000
 """Keys read in one answer."""
 
 _LEASE_NOT_FOUND = 404
+_UNAUTHORIZED = 401
+
+_WHO_IS_THIS = ("user name is empty", "invalid auth token", "revision of auth store is old")
+"""What etcd says to a request without a token, or with one that it knows no more: it has been started again, roles
+have changed, or nobody has asked for five minutes."""
 
 _log = get_logger("coordinator.etcd")
 
@@ -47,6 +55,32 @@ class Guard(NamedTuple):
 
     key: str
     mod_revision: int
+
+
+_COMMON_NAME = "CommonName of client sending a request against gateway"
+"""What etcd says, once authentication is on, of certificates that could be taken for a user's."""
+
+
+class EtcdUser(NamedTuple):
+    """Who asks, where etcd's authentication is on."""
+
+    name: str
+    password_file: Path
+
+    def password(self) -> str:
+        """As it is in the file now.
+
+        Raises:
+            ConfigError: the file cannot be read, or is empty.
+        """
+        try:
+            found = self.password_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise ConfigError(f"etcd_password_file {self.password_file} cannot be read: {reason}") from error
+        if not found:
+            raise ConfigError(f"etcd_password_file {self.password_file} is empty")
+        return found
 
 
 class _Header(msgspec.Struct):
@@ -81,6 +115,10 @@ class _KeptAlive(msgspec.Struct):
     result: _Lease = msgspec.field(default_factory=_Lease)
 
 
+class _Authenticated(msgspec.Struct):
+    token: str = ""
+
+
 class _Watched(msgspec.Struct):
     events: list[dict[str, Any]] = []
     canceled: bool = False
@@ -101,14 +139,21 @@ class EtcdClient:
         endpoints: base URLs of the cluster's members.
         timeout_s: bound of one exchange with one endpoint.
         tls: whom to trust behind ``https://`` and what to present.
+        user: whose token requests carry, once etcd has asked for one.
     """
 
-    def __init__(self, endpoints: Sequence[str], *, timeout_s: float = 2.0, tls: Tls | None = None) -> None:
+    def __init__(
+        self, endpoints: Sequence[str], *, timeout_s: float = 2.0, tls: Tls | None = None, user: EtcdUser | None = None
+    ) -> None:
         if not endpoints:
             raise ValueError("at least one etcd endpoint is needed")
         self._endpoints = [endpoint.rstrip("/") for endpoint in endpoints]
         self._timeout_s = timeout_s
         self._http = HttpClient(timeout_s=timeout_s, tls=tls)
+        self._user = user
+        self._authorization: dict[str, str] = {}
+        if user is not None:
+            warn_if_public("etcd_password_file", user.password_file)
         self._current = 0
         self._cluster = 0
         """Id of the cluster, once it is known; of one endpoint alone it does not matter."""
@@ -225,7 +270,8 @@ class EtcdClient:
         url = f"{self.endpoint}/v3/watch"
         with anyio.move_on_after(timeout_s):
             try:
-                async with self._http.open("POST", url, body=question, timeout_s=timeout_s + 1.0) as response:
+                headers, bound_s = self._authorization, timeout_s + 1.0
+                async with self._http.open("POST", url, body=question, timeout_s=bound_s, headers=headers) as response:
                     async for line in response.content:
                         watched = msgspec.json.decode(line, type=_WatchLine, strict=False).result
                         if watched.events:
@@ -247,11 +293,8 @@ class EtcdClient:
         if not self._cluster and len(self._endpoints) > 1:
             self._cluster = await self._ask_cluster()
         for _ in self._endpoints:
-            url = self.endpoint + path
             try:
-                async with self._http.open("POST", url, body=body) as response:
-                    data = await response.read()
-                answer = msgspec.json.decode(data, type=reply, strict=False)
+                answer = await self._post(self.endpoint, path, body, reply)
                 cluster = _cluster_of(answer)
                 if not (self._cluster and cluster) or cluster == self._cluster:
                     return answer
@@ -261,15 +304,38 @@ class EtcdClient:
                 if error.status == accept:
                     return reply()
                 refusal = error
-            except (PeerUnreachableError, msgspec.DecodeError, ClientError, TimeoutError, OSError) as error:
+            except _FAILURES as error:
                 failure = error
             self._next()
         if len(strangers) == len(self._endpoints) and len(set(strangers)) == 1:
             _log.warning("etcd is another cluster now", cluster=f"{strangers[0]:x}")
             self._cluster = strangers[0]
         if refusal is not None:
-            raise EtcdError(f"etcd refuses: {refusal}") from refusal
-        raise EtcdError(f"etcd does not answer: {failure}") from failure
+            remedy = "; present a certificate without a common name" if _COMMON_NAME in refusal.message else ""
+            raise EtcdError(f"etcd refuses: {refusal}{remedy}") from refusal
+        raise EtcdError(f"etcd_endpoints: {failure}") from failure
+
+    async def _post(self, endpoint: str, path: str, body: dict[str, Any], reply: type[T]) -> T:
+        """One exchange; a second one with a new token where etcd asks who this is.
+
+        Raises:
+            ApiError: etcd refuses.
+            ConfigError: there is no password to be read.
+        """
+        try:
+            return await self._exchange(endpoint, path, body, reply)
+        except ApiError as error:
+            if self._user is None or not _asks_who(error):
+                raise
+        question = {"name": self._user.name, "password": self._user.password()}
+        self._authorization = {}
+        token = (await self._exchange(endpoint, "/v3/auth/authenticate", question, _Authenticated)).token
+        self._authorization = {"Authorization": token}
+        return await self._exchange(endpoint, path, body, reply)
+
+    async def _exchange(self, endpoint: str, path: str, body: dict[str, Any], reply: type[T]) -> T:
+        async with self._http.open("POST", endpoint + path, body=body, headers=self._authorization) as response:
+            return msgspec.json.decode(await response.read(), type=reply, strict=False)
 
     async def _ask_cluster(self) -> int:
         """The id of the cluster that all endpoints which answer are of; 0 where none does.
@@ -278,13 +344,12 @@ class EtcdClient:
             EtcdError: they are of different clusters.
         """
         found: dict[str, int] = {}
-        question = {"key": _coded("/"), "serializable": True, "count_only": True}
+        question = {"key": _coded("/kvmesh/"), "serializable": True, "count_only": True}
 
         async def ask(endpoint: str) -> None:
             try:
-                async with self._http.open("POST", f"{endpoint}/v3/kv/range", body=question) as response:
-                    answer = msgspec.json.decode(await response.read(), type=_Range, strict=False)
-            except (PeerUnreachableError, ApiError, msgspec.DecodeError, ClientError, TimeoutError, OSError):
+                answer = await self._post(endpoint, "/v3/kv/range", question, _Range)
+            except (ApiError, *_FAILURES):
                 return
             found[endpoint] = answer.header.cluster_id
 
@@ -299,6 +364,14 @@ class EtcdClient:
 
     def _next(self) -> None:
         self._current = (self._current + 1) % len(self._endpoints)
+
+
+_FAILURES = (PeerUnreachableError, msgspec.DecodeError, ClientError, TimeoutError, OSError, ConfigError)
+"""Of one exchange, but for refusals; a password that cannot be read just now among them."""
+
+
+def _asks_who(error: ApiError) -> bool:
+    return error.status == _UNAUTHORIZED or any(text in error.message for text in _WHO_IS_THIS)
 
 
 def _cluster_of(answer: object) -> int:

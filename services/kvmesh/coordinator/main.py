@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 
 from kvmesh.config import CoordinatorSettings
 from kvmesh.coordinator.app import CoordinatorService
 from kvmesh.coordinator.discovery import make_sources
-from kvmesh.coordinator.etcd import EtcdClient
+from kvmesh.coordinator.etcd import EtcdClient, EtcdUser
 from kvmesh.coordinator.ledger import TransferLedger
 from kvmesh.coordinator.registry import MemberRegistry
 from kvmesh.coordinator.storage import MemoryStore
@@ -25,7 +26,7 @@ def build(settings: CoordinatorSettings, clock: Clock | None = None) -> Coordina
     """A coordinator that has not started: its memory is empty.
 
     Raises:
-        ConfigError: the certificates or the API keys cannot be used, or a source of servers cannot work here.
+        ConfigError: certificates, API keys or etcd's password cannot be used, or a source of servers cannot work here.
     """
     clock = clock or SystemClock()
     tls = Tls(settings.tls)
@@ -39,7 +40,7 @@ def build(settings: CoordinatorSettings, clock: Clock | None = None) -> Coordina
         ledger,
         MemoryStore(clock),
         drain_s=settings.drain_s,
-        etcd=EtcdClient(settings.etcd_endpoints, tls=_for_etcd(settings)) if settings.etcd_endpoints else None,
+        etcd=_etcd_client(settings),
         cluster=settings.cluster_name,
         etcd_lease_s=settings.etcd_lease_s,
         advertise_url=settings.advertise_url,
@@ -49,8 +50,20 @@ def build(settings: CoordinatorSettings, clock: Clock | None = None) -> Coordina
     )
 
 
+def _etcd_client(settings: CoordinatorSettings) -> EtcdClient | None:
+    if not settings.etcd_endpoints:
+        return None
+    user = None
+    if settings.etcd_user is not None and settings.etcd_password_file is not None:
+        user = EtcdUser(settings.etcd_user, Path(settings.etcd_password_file))
+        user.password()  # a file that cannot be read is told at the start
+    return EtcdClient(settings.etcd_endpoints, tls=_for_etcd(settings), user=user)
+
+
 def _for_etcd(settings: CoordinatorSettings) -> Tls:
     """The client's TLS towards etcd, which is no service of the mesh: its certificate bears its own name."""
+    if settings.etcd_tls is not None:
+        return Tls(settings.etcd_tls.as_client(), serves=False)
     return Tls(settings.tls.model_copy(update={"server_name": None}))
 
 

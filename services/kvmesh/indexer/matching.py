@@ -13,7 +13,7 @@ from kvmesh.events.keyed import KeyRing
 from kvmesh.events.keyed_lookup import lookup_of
 from kvmesh.events.polling import readable, receive
 from kvmesh.hashing import TokenIds, as_token_ids
-from kvmesh.net.address import BindError, reachable_endpoint
+from kvmesh.net.address import BindError, choose_family, reachable_endpoint
 from kvmesh.net.curve import CurveSecurity
 from kvmesh.protocol.match import ROUTED, MatchReply, MatchRequest, Routed
 from kvmesh.telemetry import get_logger
@@ -82,6 +82,7 @@ class MatchServer:
         socket.maxmsgsize = MAX_MESSAGE_BYTES
         if self._security is not None:
             self._security.apply_server(socket)
+        choose_family(socket, self._bind)
         try:
             socket.bind(self._bind)
         except zmq.ZMQError as error:

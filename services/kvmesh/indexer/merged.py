@@ -17,7 +17,7 @@ from kvmesh.events.polling import readable, receive
 from kvmesh.events.records import Cleared, EventRecord, Removed, Stored
 from kvmesh.events.subscriber import Batch
 from kvmesh.indexer.merged_state import StateAnswers, ToldAgain
-from kvmesh.net.address import BindError, reachable_endpoint
+from kvmesh.net.address import BindError, choose_family, reachable_endpoint
 from kvmesh.net.curve import CurveSecurity
 from kvmesh.protocol.events import AllBlocksCleared, BlockRemoved
 from kvmesh.protocol.mesh_events import TIER_MEDIA, MeshBatch, MeshEvent, MeshOrigin, MeshStored, mesh_topic
@@ -186,6 +186,7 @@ class MergedStream:
     def _bound(self, socket: zmq.Socket[bytes], endpoint: str, setting: str) -> str:
         if self._security is not None:
             self._security.apply_server(socket)
+        choose_family(socket, endpoint)
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:

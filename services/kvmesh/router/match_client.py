@@ -16,6 +16,7 @@ import zmq
 from anyio.abc import TaskStatus
 
 from kvmesh.events.polling import receive
+from kvmesh.net.address import choose_family
 from kvmesh.net.clock import Clock
 from kvmesh.net.curve import CurveSecurity
 from kvmesh.protocol.match import ROUTED, MatchReply, MatchRequest, Routed
@@ -100,6 +101,7 @@ class MatchClient(Matcher):
         try:
             if self._security is not None:
                 self._security.apply_client(socket)
+            choose_family(socket, self._endpoint)
             socket.connect(self._endpoint)
             self._socket = socket
             loop.add_reader(descriptor, self._receive_all)

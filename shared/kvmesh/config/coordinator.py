@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kvmesh.config.discovery import ServerSource
 from kvmesh.config.endpoints import EtcdEndpoints, HttpUrl, Port
 from kvmesh.config.service import Seconds, ServiceSettings
+from kvmesh.config.tls import EtcdTlsSettings
 
 __all__ = ["CoordinatorSettings"]
 
@@ -28,6 +29,12 @@ class CoordinatorSettings(ServiceSettings):
     """Members of an etcd cluster, ``HOST:PORT``, ``etcd://HOST:PORT``, ``http://`` or ``https://``, as a list or with
     commas between. Members and open transfers are kept there, so that they survive the coordinator, and a second one
     with the same list takes over when the first is gone. Unset: in memory only."""
+    etcd_tls: EtcdTlsSettings | None = None
+    """Certificates towards etcd; unset: those of ``tls``, without its ``server_name``."""
+    etcd_user: str | None = None
+    """User at an etcd whose authentication is on, with ``readwrite`` on the prefix ``/kvmesh/``."""
+    etcd_password_file: str | None = None
+    """File with the password of ``etcd_user``, read whenever etcd asks."""
     cluster_name: Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9._-]*$")] = ""
     """Namespace in etcd: coordinators of different meshes may share a cluster."""
     etcd_lease_s: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 5.0
@@ -37,3 +44,11 @@ class CoordinatorSettings(ServiceSettings):
     discovery: list[ServerSource] = Field(default_factory=list)
     """Where servers are found that do not register themselves, as a list of sources (``StaticSource``, ``DnsSource``,
     ``EndpointSliceSource``): whoever answers there as a server becomes a member."""
+
+    @model_validator(mode="after")
+    def require_password(self) -> Self:
+        """A user is nobody without a password."""
+        if (self.etcd_user is None) != (self.etcd_password_file is None):
+            missing = "etcd_user" if self.etcd_user is None else "etcd_password_file"
+            raise ValueError(f"etcd_user and etcd_password_file go together; {missing} is missing")
+        return self

@@ -37,6 +37,12 @@ def _etcd_list(value: Any) -> Any:
     )
 
 
+def _without_user(url: str) -> str:
+    if "@" in url:
+        raise ValueError("an etcd endpoint names no user; set etcd_user and etcd_password_file")
+    return url
+
+
 def _check_zmq(endpoint: str) -> str:
     if not endpoint.startswith(_ZMQ_TRANSPORTS):
         raise ValueError(f"{endpoint!r} is not a ZeroMQ endpoint; write tcp://HOST:PORT")
@@ -49,7 +55,7 @@ HttpUrl = Annotated[str, AfterValidator(_normalise_url)]
 HttpUrls = Annotated[str, AfterValidator(_normalise_urls)]
 """One :data:`HttpUrl`, or several with commas between, of which any will do."""
 
-EtcdEndpoints = Annotated[tuple[HttpUrl, ...], BeforeValidator(_etcd_list)]
+EtcdEndpoints = Annotated[tuple[Annotated[HttpUrl, AfterValidator(_without_user)], ...], BeforeValidator(_etcd_list)]
 """Base URLs of the members of an etcd cluster."""
 
 ZmqEndpoint = Annotated[str, AfterValidator(_check_zmq)]

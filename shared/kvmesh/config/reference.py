@@ -32,7 +32,7 @@ from kvmesh.config.pool_rebalance import KvPoolRebalanceConfig
 from kvmesh.config.router import RouterSettings
 from kvmesh.config.routing import ConversationPolicy, KvCacheAwarePolicy, LoadBalancingPolicy, RoundRobinPolicy
 from kvmesh.config.support import state_of
-from kvmesh.config.tls import TlsSettings
+from kvmesh.config.tls import EtcdTlsSettings, TlsSettings
 from kvmesh.config.type_text import constraint_text, default_text, type_text
 from kvmesh.config.worker import EventWireSettings, WorkerSettings
 
@@ -95,6 +95,7 @@ _SERVICES: tuple[type[BaseModel], ...] = (
     EndpointSliceSource,
     MeshSettings,
     TlsSettings,
+    EtcdTlsSettings,
     CurveSettings,
 )
 _DISAGG: tuple[type[BaseModel], ...] = (

@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from kvmesh.config.base import StrictModel
 
-__all__ = ["TlsSettings"]
+__all__ = ["EtcdTlsSettings", "TlsSettings"]
 
 
 class TlsSettings(StrictModel):
@@ -53,3 +53,28 @@ class TlsSettings(StrictModel):
         if self.client_auth != "none" and self.ca_file is None:
             raise ValueError(f"client_auth {self.client_auth!r} needs ca_file to verify clients by")
         return self
+
+
+class EtcdTlsSettings(StrictModel):
+    """Whom to trust as etcd, and what to present to it; PEM files that are read again when they change."""
+
+    ca_file: str | None = None
+    """Authorities that etcd's certificates are verified by; unset: those of the system."""
+    cert_file: str | None = None
+    """Certificate to present, then those that lead to its authority; unset: none."""
+    key_file: str | None = None
+    """Private key of the certificate, without a pass phrase."""
+    server_name: str | None = None
+    """Name that etcd's certificates must bear; unset: the host of the endpoint."""
+
+    @model_validator(mode="after")
+    def require_pairs(self) -> Self:
+        """A certificate is of no use without its key."""
+        if (self.cert_file is None) != (self.key_file is None):
+            missing = "key_file" if self.key_file is None else "cert_file"
+            raise ValueError(f"cert_file and key_file go together; {missing} is missing")
+        return self
+
+    def as_client(self) -> TlsSettings:
+        """The same in the terms of a service that only asks."""
+        return TlsSettings(**self.model_dump())

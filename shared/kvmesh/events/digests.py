@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from kvmesh.events.polling import readable, receive
 from kvmesh.events.records import LoraKey, Tier
+from kvmesh.net.address import choose_family
 from kvmesh.net.curve import CurveSecurity
 from kvmesh.telemetry import get_logger
 
@@ -207,6 +208,7 @@ class DigestPoller:
         try:
             if self._security is not None:
                 self._security.apply_client(socket)
+            choose_family(socket, self._endpoint)
             socket.connect(self._endpoint)
             while True:
                 answer = await self._ask(socket)

@@ -26,6 +26,7 @@ from kvmesh.events.polling import readable, receive
 from kvmesh.events.replay import REPLAY_SILENCE_S, KeptBatch, ReplayService
 from kvmesh.events.subscriber import BURST_S, HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
 from kvmesh.events.watermark import Watermark
+from kvmesh.net.address import choose_family
 from kvmesh.net.clock import Clock, SystemClock
 from kvmesh.net.curve import CurveSecurity
 from kvmesh.telemetry import get_logger
@@ -144,6 +145,7 @@ class EventListener:
             stream.subscribe(self._topic.encode())
             if self._security is not None:
                 self._security.apply_server(stream)
+            choose_family(stream, self._endpoint)
             stream.bind(self._endpoint)
             self.bound_endpoint = stream.get_string(zmq.LAST_ENDPOINT)
             async with anyio.create_task_group() as tasks:

@@ -20,7 +20,7 @@ from kvmesh.events.arrears import Arrears
 from kvmesh.events.encoding import END_SEQUENCE, EventEncoding
 from kvmesh.events.published import PublishedSet
 from kvmesh.events.sender import SHUTDOWN_S, BatchSender, PublisherStatistics, QueuedBatch, SenderSockets
-from kvmesh.net.address import BindError, reachable_endpoint
+from kvmesh.net.address import BindError, choose_family, reachable_endpoint
 from kvmesh.net.curve import CurveSecurity
 from kvmesh.net.zap import ZapServer
 from kvmesh.protocol.events import EventBatch, KvEvent
@@ -243,6 +243,7 @@ class ZmqPublisher:
         """Bind, and give the endpoint that others connect to."""
         if self._security is not None:
             self._security.apply_server(socket)
+        choose_family(socket, endpoint)
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:

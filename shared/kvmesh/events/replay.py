@@ -11,6 +11,7 @@ import zmq
 
 from kvmesh.events.encoding import END_SEQUENCE, STATE_REQUEST
 from kvmesh.events.polling import readable, receive
+from kvmesh.net.address import choose_family
 from kvmesh.net.curve import CurveSecurity
 
 __all__ = [
@@ -120,6 +121,7 @@ class ReplayRequest:
             socket.linger = 0
             if self._security is not None:
                 self._security.apply_client(socket)
+            choose_family(socket, self._endpoint)
             socket.connect(self._endpoint)
             socket.send_multipart([b"", self._request])
         except zmq.ZMQError as error:

@@ -16,6 +16,7 @@ from kvmesh.events.polling import readable, receive
 from kvmesh.events.reading import Reading
 from kvmesh.events.replay import REPLAY_SILENCE_S, KeptBatch, ReplayService
 from kvmesh.events.watermark import Watermark
+from kvmesh.net.address import choose_family
 from kvmesh.net.clock import Clock, SystemClock
 from kvmesh.net.curve import CurveSecurity
 from kvmesh.telemetry import get_logger
@@ -140,6 +141,7 @@ class EventSubscriber(Reading):
             stream.subscribe(self._topic.encode())
             if self._security is not None:
                 self._security.apply_client(stream)
+            choose_family(stream, self.endpoint)
             stream.connect(self.endpoint)
             await self._follow(stream, monitor)
         finally:

@@ -12,6 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvmesh.config.errors import ConfigError
+from kvmesh.net.private_files import warn_if_public
 from kvmesh.telemetry import get_logger
 
 __all__ = ["NAME", "UNNAMED", "ApiKeys", "KeyMetrics", "read_keys"]
@@ -47,6 +48,7 @@ class ApiKeys:
         if self._path is not None:
             self._stamp = _stamp(self._path)
             self._take({**self._fixed, **read_keys(self._path)})
+            warn_if_public("api_keys_file", self._path)
 
     def __call__(self) -> frozenset[str]:
         """The accepted keys. A file that went bad keeps its last good keys and is reported once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
@@ -26,6 +27,11 @@ _REDIRECT = 307
 """What a coordinator that does not lead answers: the same request, at the one that does."""
 
 MAX_REDIRECTS = 4
+
+MAX_REPLY_BYTES = 64 << 20
+"""Of one answer that is read whole: lists of a mesh's members, transfers and workers are far smaller."""
+
+MAX_ERROR_BYTES = 1 << 20
 
 _NO_OPTIONS: Mapping[str, Any] = {}
 
@@ -102,18 +108,25 @@ class HttpClient:
         body: Any = None,
         timeout_s: float | None = None,
         headers: Mapping[str, str] | None = None,
+        max_bytes: int = MAX_REPLY_BYTES,
     ) -> T:
         """One JSON exchange.
 
+        Args:
+            method: HTTP method.
+            url: absolute URL.
+            reply: type of the answer.
+            body: see :meth:`open`.
+            timeout_s: see :meth:`open`.
+            headers: see :meth:`open`.
+            max_bytes: of the answer's body.
+
         Raises:
-            PeerUnreachableError: no connection, a broken one, or the time ran out.
+            PeerUnreachableError: no connection, a broken one, the time ran out, or the answer is too large.
             ApiError: the peer answered 4xx or 5xx (status and body are its own), or sends elsewhere.
         """
         async with self.open(method, url, body=body, timeout_s=timeout_s, headers=headers) as response:
-            try:
-                data = await response.read()
-            except (TimeoutError, aiohttp.ClientError) as error:
-                raise PeerUnreachableError(f"{url} broke off: {error}") from error
+            data = await _body(response, max_bytes)
         return msgspec.json.decode(data, type=reply)
 
     @asynccontextmanager
@@ -192,16 +205,30 @@ def _reason(error: Exception, url: str) -> str:
     if (problem := tls_problem(error)) is not None:
         return problem
     if isinstance(error, aiohttp.ClientConnectorError):
-        # Its own text has the TLS context in it, as an object.
-        return f"cannot connect to {error.host}:{error.port} ({error.os_error.strerror or error.os_error})"
+        # Its own text has the TLS context in it, as an object; asyncio's repeats the address.
+        number = error.os_error.errno or 0
+        why = os.strerror(number) if number > 0 else error.os_error.strerror or error.os_error
+        return f"cannot connect to {error.host}:{error.port} ({why})"
     return str(error) or type(error).__name__
 
 
-async def _api_error(response: aiohttp.ClientResponse) -> ApiError:
+async def _body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    """The whole body, of which no more than that is kept in memory: who answers need not be a friend."""
+    pieces: list[bytes] = []
+    size = 0
     try:
-        data = await response.read()
+        async for piece in response.content.iter_any():
+            size += len(piece)
+            if size > max_bytes:
+                raise PeerUnreachableError(f"{response.url} answers with more than {max_bytes} bytes")
+            pieces.append(piece)
     except (TimeoutError, aiohttp.ClientError) as error:
         raise PeerUnreachableError(f"{response.url} broke off: {error}") from error
+    return b"".join(pieces)
+
+
+async def _api_error(response: aiohttp.ClientResponse) -> ApiError:
+    data = await _body(response, MAX_ERROR_BYTES)
     if response.status < 400:
         text = f"{response.url} sends elsewhere ({response.status}), where this client does not follow"
         return ApiError(response.status, text, type="server_error", code="redirect")

@@ -6,7 +6,6 @@ A pair is two files in ZeroMQ's certificate format: ``NAME.key`` may be given aw
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -15,6 +14,7 @@ from zmq.utils import z85
 
 from kvmesh.config.curve import CurveSettings
 from kvmesh.config.errors import ConfigError
+from kvmesh.net.private_files import is_public
 from kvmesh.telemetry import get_logger
 
 __all__ = ["ClientKeys", "CurveKeys", "CurveSecurity", "create_key_pair", "read_key_pair", "read_public_key"]
@@ -66,14 +66,13 @@ def read_key_pair(path: str | Path) -> CurveKeys:
         ConfigError: it cannot be read, others may read it, or it holds no pair; the message says what to do.
     """
     try:
-        mode = Path(path).stat().st_mode
+        Path(path).stat()
     except OSError as error:
         raise ConfigError(f"curve.key_file {path} cannot be read: {error.strerror or error}; {_REMEDY}") from error
     values = _read(path, "curve.key_file")
     if "secret-key" not in values:
         raise ConfigError(f"curve.key_file {path} holds no secret key; name the file that ends in {SECRET_SUFFIX}")
-    # Its group may read it: that is how Kubernetes gives a mounted Secret to a process that is not root.
-    if mode & (stat.S_IRWXO | stat.S_IWGRP):
+    if is_public(path):
         raise ConfigError(f"curve.key_file {path} may be read by others, or changed by its group; chmod 600 {path}")
     secret = _key(values, "secret-key", path)
     public = zmq.curve_public(secret)

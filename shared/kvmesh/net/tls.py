@@ -15,6 +15,7 @@ from typing import Any
 
 from kvmesh.config.tls import TlsSettings
 from kvmesh.net.clock import Clock, SystemClock
+from kvmesh.net.private_files import warn_if_public
 from kvmesh.net.tls_files import Certificate, TlsError, load_certificates, unverified
 from kvmesh.telemetry import get_logger
 
@@ -38,18 +39,22 @@ class Tls:
     Args:
         settings: which files.
         clock: of looking at them again.
+        serves: whether the certificate is served, or only presented.
 
     Raises:
         TlsError: they cannot be used.
     """
 
-    def __init__(self, settings: TlsSettings, clock: Clock | None = None) -> None:
+    def __init__(self, settings: TlsSettings, clock: Clock | None = None, *, serves: bool = True) -> None:
         self.settings = settings
+        self._may_serve = serves
         self._clock = clock or SystemClock()
         self._reloads = 0
         self._failures = 0
         self._seen = self._stamps()
-        self._loaded = load_certificates(settings)
+        self._loaded = load_certificates(settings, serves=serves)
+        if settings.key_file is not None:
+            warn_if_public("tls.key_file", settings.key_file)
         self._options = self._request_options()
         self._next_look_s = self._clock.monotonic_s() + LOOK_S
         self._try_again_s = math.inf
@@ -119,7 +124,7 @@ class Tls:
         self._seen = stamps
         self._try_again_s = math.inf
         try:
-            self._loaded = load_certificates(self.settings)
+            self._loaded = load_certificates(self.settings, serves=self._may_serve)
         except TlsError as error:
             self._failures += 1
             # What is wrong with the same files may pass: a certificate that is not valid yet, files of two mounts.

@@ -38,14 +38,21 @@ class Certificates(NamedTuple):
     certificate: Certificate | None
 
 
-def load_certificates(settings: TlsSettings) -> Certificates:
+def load_certificates(settings: TlsSettings, *, serves: bool = True) -> Certificates:
     """Read the files and try what they hold.
+
+    Args:
+        settings: which files.
+        serves: whether the certificate is served, too; one that is only presented need be of no authority that this
+            process knows.
 
     Raises:
         TlsError: they cannot be used.
     """
-    certificate = None if settings.cert_file is None else _tried(settings)
-    server = None if settings.cert_file is None else _server_context(settings)
+    certificate = server = None
+    if serves and settings.cert_file is not None:
+        certificate = _tried(settings)
+        server = _server_context(settings)
     if settings.cert_file is None and settings.ca_file is None:
         return Certificates(None, None, None)
     if settings.ca_file is None:

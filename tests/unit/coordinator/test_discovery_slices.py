@@ -102,3 +102,18 @@ def test_an_error_event_is_a_status() -> None:
     assert kind == "ERROR"
     assert isinstance(status, Status)
     assert status.code == 410
+
+
+def test_a_service_that_publishes_all_of_its_pods_still_tells_who_serves() -> None:
+    """``publishNotReadyAddresses``, which StatefulSets need, has every pod called ready."""
+    store = SliceStore("http", "http")
+    endpoints = [
+        {"addresses": [address], "conditions": {"ready": True, "serving": serving, "terminating": False}}
+        for address, serving in (("10.0.0.1", True), ("10.0.0.2", False))
+    ]
+    listed = {
+        "metadata": {},
+        "items": [{"metadata": {"name": "a"}, "ports": [{"name": "http", "port": 8100}], "endpoints": endpoints}],
+    }
+    store.replace(decode_list(json.dumps(listed).encode()).items or [])
+    assert store.urls() == {"http://10.0.0.1:8100": True, "http://10.0.0.2:8100": False}

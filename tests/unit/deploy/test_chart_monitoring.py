@@ -29,7 +29,7 @@ def test_the_charts_files_are_copies(copies: dict[Any, Any]) -> None:
 def test_every_service_is_scraped_at_a_port_of_its_service() -> None:
     chart = render(EVERYTHING, "helm4", *NEW)
     monitors = chart.of_kind("ServiceMonitor")
-    assert len(monitors) == 5
+    assert len(monitors) == 6
     for monitor in monitors:
         selector = monitor["spec"]["selector"]["matchLabels"]
         (service,) = (s for s in chart.of_kind("Service") if selector.items() <= s["metadata"]["labels"].items())

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import yaml
-from helm_chart import CASES, CHART, DEFAULT, EVERYTHING, LEAST, ROOT, SECRET, TLS, Chart, containers, render
+from helm_chart import CASES, CHART, DEFAULT, EVERYTHING, EXTERNAL, LEAST, ROOT, SECRET, TLS, Chart, containers, render
 
 from kvmesh.cli import chat, health, model, services
 from kvmesh.cli.flags import load_from_flags
 from kvmesh.config import CoordinatorSettings, IndexerSettings, RouterSettings, WorkerSettings
+from kvmesh.coordinator import etcd_guard
 from kvmesh.coordinator.main import build
 from kvmesh.indexer.app import IndexerService
 from kvmesh.net.service import Service
@@ -82,7 +83,7 @@ def test_stateful_sets_name_their_headless_service(chart: Chart) -> None:
 
 def test_what_pods_refer_to_exists(chart: Chart) -> None:
     there = {(item["kind"], item["metadata"]["name"]): set(item.get("data", {})) for item in chart.objects}
-    outside = {("Secret", name) for name in ("mine", "mesh-tls", "mesh-curve")}
+    outside = {("Secret", name) for name in ("mine", "mesh-tls", "mesh-curve", "etcd-client", "etcd-user")}
     for _, _, spec in chart.pods():
         for kind, name, keys in references(spec):
             if (kind, name) not in outside:
@@ -258,6 +259,7 @@ def built(chart: Chart, folder: Path) -> Iterator[tuple[str, Service]]:
         # Without what only a pod has: mounted files, and an API server.
         absent = ("tls", "curve", "discovery")
         plain = {name: type(getattr(settings, name))() for name in absent if hasattr(settings, name)}
+        plain |= dict.fromkeys(("etcd_tls", "etcd_user"))
         yield component, kinds.get(component, WorkerService)(settings.model_copy(update=plain))
 
 
@@ -290,11 +292,11 @@ def test_the_time_to_drain_follows_the_setting_and_can_be_stated() -> None:
     values = {
         **DEFAULT,
         "context": {"settings": {"drain_s": 299.5}},
-        "generation": {"terminationGracePeriodSeconds": 7},
+        "generation": {"terminationGracePeriodSeconds": 77},
     }
     chart = render(values)
     assert chart.pod("context")["terminationGracePeriodSeconds"] == math.ceil(299.5) + 15
-    assert chart.pod("generation")["terminationGracePeriodSeconds"] == 7
+    assert chart.pod("generation")["terminationGracePeriodSeconds"] == 77
 
 
 def test_replicas_keep_apart() -> None:
@@ -359,6 +361,58 @@ def test_meshes_at_one_etcd_do_not_meet() -> None:
     CoordinatorSettings(cluster_name=render(DEFAULT).settings("coordinator")["cluster_name"])
 
 
+def test_an_external_etcd_is_shown_a_certificate_and_a_user() -> None:
+    chart = render(EXTERNAL)
+    settings = chart.settings("coordinator")
+    mounts = {mount["mountPath"] for mount in chart.pod("coordinator")["containers"][0]["volumeMounts"]}
+    read = CoordinatorSettings(**{name: settings[name] for name in settings if name.startswith("etcd_")})
+    assert read.etcd_tls is not None
+    assert (read.etcd_user, read.etcd_tls.server_name) == ("kvmesh", "etcd.example")
+    places = [read.etcd_password_file, read.etcd_tls.ca_file, read.etcd_tls.cert_file, read.etcd_tls.key_file]
+    assert {str(Path(str(place)).parent) for place in places} <= mounts
+    assert not chart.of_kind("ServiceMonitor")
+    trusted = {"existingSecret": "etcd-client"}
+    bare = render({**EXTERNAL, "etcd": {"mode": "external", "endpoints": ["https://e:2379"], "tls": trusted}})
+    assert bare.settings("coordinator")["etcd_tls"] == {"ca_file": "/etc/kvmesh/etcd-tls/ca.crt"}
+    plain = render({**EXTERNAL, "etcd": {"mode": "external", "endpoints": ["http://e:2379"]}}).settings("coordinator")
+    assert not {"etcd_tls", "etcd_user", "etcd_password_file"} & plain.keys()
+
+
+def test_members_of_etcd_are_guarded_by_what_they_are_started_with(chart: Chart) -> None:
+    """The guard is told of the same members as etcd itself, and looks where etcd keeps them."""
+    if not [item for item in chart.of_kind("StatefulSet") if item["metadata"]["name"].endswith("-etcd")]:
+        return
+    (guard,) = chart.pod("etcd")["initContainers"]
+    told = dict(argument.removeprefix("--").split("=", 1) for argument in guard["args"])
+    etcd = dict(
+        argument.removeprefix("--").split("=", 1)
+        for argument in chart.pod("etcd")["containers"][0]["args"]
+        if "=" in argument
+    )
+    assert (told["members"], told["name"], told["data-dir"]) == (
+        etcd["initial-cluster"],
+        etcd["name"],
+        etcd["data-dir"],
+    )
+    assert ("tls" in told) == ("cert-file" in etcd)
+    assert guard["command"] == ["python3", "-m", etcd_guard.__name__]
+
+
+def test_a_pod_that_does_not_get_ready_keeps_no_node_from_being_drained() -> None:
+    for version, policy in (("1.37.0", "AlwaysAllow"), ("1.26.0", None)):
+        for budget in render(DEFAULT, "helm4", "--kube-version", version).of_kind("PodDisruptionBudget"):
+            assert budget["spec"].get("unhealthyPodEvictionPolicy") == policy
+
+
+def test_only_who_uses_the_cluster_secret_bears_a_mark_of_it() -> None:
+    def marks(secret: str) -> dict[str, str]:
+        chart = render({"clusterSecret": {"value": secret}})
+        return {c: m["annotations"]["checksum/secret"] for c, m, _ in chart.pods() if "checksum/secret" in str(m)}
+
+    one, other = marks("0123456789abcdef"), marks("fedcba9876543210")
+    assert {component for component in one if one[component] != other[component]} == {"context", "generation"}
+
+
 def test_networks_admit_who_needs_it() -> None:
     chart = render(EVERYTHING, "helm4", *NEW)
     policies = {
@@ -374,8 +428,8 @@ def test_networks_admit_who_needs_it() -> None:
     assert who["generation"] == who["context"] == {"router", "context", "generation", "indexer", "coordinator"}
     clients = policies["router"][0]["from"]
     assert {"namespaceSelector": {"matchLabels": {"name": "apps"}}} in clients
-    assert all(len(policies[component]) == 2 for component in SETTINGS), "monitoring may scrape each service"
-    assert len(policies["etcd"]) == 1
+    assert all(len(rules) == 2 for rules in policies.values()), "monitoring may scrape each service"
+    assert policies["etcd"][1]["ports"] == [{"port": 2381, "protocol": "TCP"}], "nothing but metrics"
     assert "from" not in {
         k: v
         for p in render(DEFAULT).of_kind("NetworkPolicy")

@@ -89,6 +89,17 @@ def test_servers_that_are_too_old_are_refused() -> None:
         ({"coordinator": {"replicas": 0}}, "/coordinator/replicas"),
         ({"apiKeys": {"keys": "key"}}, "/apiKeys/keys"),
         ({"routers": {}}, "additional properties 'routers'"),
+        ({"fullnameOverride": "UPPER_case"}, "/fullnameOverride"),
+        ({"image": {"repository": ""}}, "/image/repository"),
+        ({"model": {"volume": {"foo": {}}}}, "/model/volume"),
+        ({"gateway": {"timeout": "10m30"}}, "/gateway/timeout"),
+        ({"clusterSecret": {"value": "short"}}, "/clusterSecret/value"),
+        ({"podSecurityContext": {"runAsUser": 0}}, "/podSecurityContext/runAsUser"),
+        ({"router": {"podLabels": {"app.kubernetes.io/component": "x"}}}, "/router/podLabels"),
+        ({"context": {"podDisruptionBudget": {"maxUnavailable": 0}}}, "/context/podDisruptionBudget/maxUnavailable"),
+        ({"etcd": {"endpoints": ["https://me:secret@etcd:2379"]}}, "/etcd/endpoints/0"),
+        ({"context": {"settings": None}}, "missing property 'settings'"),
+        ({"context": {"resources": None}}, "missing property 'resources'"),
     ],
 )
 def test_wrong_values_are_refused_by_name(values: dict[str, Any], place: str) -> None:
@@ -110,6 +121,16 @@ def test_older_helm_refuses_them_too() -> None:
         ({"gateway": {"enabled": True}}, "gateway.parentRefs must name a Gateway"),
         ({"etcd": {"replicas": 3, "persistence": {"enabled": False}}}, "etcd.replicas above 1 needs etcd.persistence"),
         ({"model": {"fetch": False}}, "model.volume must name the volume"),
+        ({"context": {"terminationGracePeriodSeconds": 1}}, "terminationGracePeriodSeconds 1 would kill pods"),
+        (
+            {"serviceAccount": {"create": False}, "discovery": "endpointslice"},
+            "serviceAccount.existing.coordinator must name an account",
+        ),
+        ({"etcd": {"auth": {"user": "kvmesh"}}}, "etcd.tls and etcd.auth are for etcd.mode external"),
+        (
+            {"etcd": {"mode": "external", "endpoints": ["http://e:2379"], "auth": {"user": "kvmesh"}}},
+            "etcd.auth.existingSecret must name the Secret",
+        ),
         ({"context": {"autoscaling": {"enabled": True}}}, "context.autoscaling.metrics must say by what to scale"),
         (
             {"router": {"autoscaling": {"enabled": True, "minReplicas": 5, "maxReplicas": 2}}},
@@ -185,7 +206,7 @@ def test_values_in_documentation_and_examples_are_values_of_the_chart() -> None:
     page = (ROOT / "docs" / "kubernetes.md").read_text()
     examples = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
     files = [example for example in examples if "apiVersion" not in example]
-    assert len(files) == 2
+    assert len(files) == 3
     shipped = [yaml.safe_load(path.read_text()) for path in (ROOT / "k8s" / "examples").glob("*.yaml")]
     assert shipped
     for values in files + shipped:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,14 +14,21 @@ from typing import Any
 
 import pytest
 import yaml
+from cryptography.x509 import load_pem_x509_certificate
 from helm_chart import CHART, DEFAULT, HELMS, RELEASE, HelmError, helm, render, run_helm
 
-SETS = "/apis/apps/v1/namespaces/mesh/statefulsets"
+from kvmesh.config.tls import TlsSettings
+from kvmesh.net.tls import Tls
+
+PLACES = {
+    "StatefulSet": "/apis/apps/v1/namespaces/mesh/statefulsets",
+    "Secret": "/api/v1/namespaces/mesh/secrets",
+}
 
 
 @contextlib.contextmanager
-def fake_cluster(running: dict[str, Any] | None) -> Iterator[str]:
-    """An API server with this StatefulSet, or with none; gives its URL."""
+def fake_cluster(*there: dict[str, Any] | None) -> Iterator[str]:
+    """An API server with these objects (None: none); gives its URL."""
     resources = [{"name": "statefulsets", "kind": "StatefulSet", "namespaced": True, "verbs": ["get", "list"]}]
     secrets = [{"name": "secrets", "kind": "Secret", "namespaced": True, "verbs": ["get", "list"]}]
     answers: dict[str, Any] = {
@@ -39,8 +48,8 @@ def fake_cluster(running: dict[str, Any] | None) -> Iterator[str]:
         },
         "/apis/apps/v1": {"kind": "APIResourceList", "groupVersion": "apps/v1", "resources": resources},
     }
-    if running is not None:
-        answers[f"{SETS}/{running['metadata']['name']}"] = running
+    for item in filter(None, there):
+        answers[f"{PLACES[item['kind']]}/{item['metadata']['name']}"] = item
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -136,3 +145,102 @@ def test_an_autoscaler_begins_with_the_pods_that_run(tmp_path: Path) -> None:
             rendered = yaml.safe_load_all(upgrade(url, values, tmp_path, "helm3"))
         sets = {one["metadata"]["name"]: one for one in rendered if one and one["kind"] == "StatefulSet"}
         assert sets["r1-kvmesh-context"]["spec"]["replicas"] == 8
+
+
+DAY_S = 86_400
+ENCRYPTED: dict[str, Any] = {**DEFAULT, "tls": {"enabled": True, "curve": {"existingSecret": "mesh-curve"}}}
+
+
+def secrets_of(text: str) -> dict[str, dict[str, Any]]:
+    rendered = yaml.safe_load_all(text)
+    return {
+        one["metadata"]["name"].removeprefix("r1-kvmesh-"): one for one in rendered if one and one["kind"] == "Secret"
+    }
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What is made at the first install. (Helm 4 would ask the fake server for every kind of object.)"""
+    with fake_cluster() as url:
+        return secrets_of(upgrade(url, ENCRYPTED, tmp_path_factory.mktemp("made"), "helm3"))
+
+
+def test_certificates_of_the_chart_stay(made: dict[str, Any], tmp_path: Path) -> None:
+    with fake_cluster(*made.values()) as url:
+        after = secrets_of(upgrade(url, {**ENCRYPTED, "router": {"replicas": 3}}, tmp_path, "helm3"))
+    assert after == made
+
+
+def test_the_authority_is_mounted_by_nobody(made: dict[str, Any]) -> None:
+    assert set(made["authority"]["data"]) == {"ca.crt", "ca.key"}
+    assert set(made["tls"]["data"]) == {"ca.crt", "tls.crt", "tls.key"}
+    assert "r1-kvmesh-authority" not in json.dumps([spec for _, _, spec in render(ENCRYPTED).pods()])
+
+
+@pytest.mark.parametrize(
+    ("values", "bears"),
+    [
+        ({"ingress": {"enabled": True, "host": "mesh.example.org"}}, "mesh.example.org"),
+        (
+            {"gateway": {"enabled": True, "parentRefs": [{"name": "g"}], "hostnames": ["api.example.org"]}},
+            "api.example.org",
+        ),
+        ({"tls": {**ENCRYPTED["tls"], "extraNames": ["10.example.org"]}}, "10.example.org"),
+    ],
+)
+def test_a_certificate_follows_the_names(
+    made: dict[str, Any], values: dict[str, Any], bears: str, tmp_path: Path
+) -> None:
+    with fake_cluster(*made.values()) as url:
+        after = secrets_of(upgrade(url, {**ENCRYPTED, **values}, tmp_path, "helm3"))
+    assert after["authority"] == made["authority"], "who trusts it need not learn another one"
+    assert after["tls"]["data"]["tls.key"] != made["tls"]["data"]["tls.key"]
+    assert bears in names_in(after["tls"], tmp_path)
+
+
+def names_in(secret: dict[str, Any], folder: Path) -> set[str]:
+    """Of a certificate, once its authority in the same Secret has verified it."""
+    files = {}
+    for key, value in secret["data"].items():
+        files[key] = folder / key
+        files[key].write_bytes(base64.b64decode(value))
+    settings = TlsSettings(
+        cert_file=str(files["tls.crt"]), key_file=str(files["tls.key"]), ca_file=str(files["ca.crt"])
+    )
+    certificate = Tls(settings).certificate
+    assert certificate is not None
+    return set(certificate.names)
+
+
+@pytest.mark.parametrize(("left_days", "renewed"), [(2000, False), (1200, True), (-1, True)])
+def test_a_certificate_is_renewed_in_its_last_third(
+    made: dict[str, Any], left_days: int, renewed: bool, tmp_path: Path
+) -> None:
+    aged = json.loads(json.dumps(made))
+    aged["tls"]["metadata"]["annotations"]["kvmesh/not-after"] = str(int(time.time()) + left_days * DAY_S)
+    with fake_cluster(*aged.values()) as url:
+        after = secrets_of(upgrade(url, ENCRYPTED, tmp_path, "helm3"))
+    assert (after["tls"]["data"] != made["tls"]["data"]) is renewed
+    assert after["tls"]["data"]["ca.crt"] == made["tls"]["data"]["ca.crt"]
+
+
+def test_a_certificate_ends_with_its_authority(made: dict[str, Any], tmp_path: Path) -> None:
+    aged = json.loads(json.dumps(made))
+    aged["authority"]["metadata"]["annotations"]["kvmesh/not-after"] = str(int(time.time()) + 100 * DAY_S)
+    aged["tls"]["metadata"]["annotations"]["kvmesh/not-after"] = "0"
+    with fake_cluster(*aged.values()) as url:
+        after = secrets_of(upgrade(url, ENCRYPTED, tmp_path, "helm3"))
+    ends = int(after["tls"]["metadata"]["annotations"]["kvmesh/not-after"])
+    assert 99 * DAY_S <= ends - time.time() <= 100 * DAY_S
+    certificate = load_pem_x509_certificate(base64.b64decode(after["tls"]["data"]["tls.crt"]))
+    assert abs(certificate.not_valid_after_utc.timestamp() - ends) < DAY_S
+
+
+def test_a_release_whose_authority_was_not_kept_keeps_its_certificate(made: dict[str, Any], tmp_path: Path) -> None:
+    """As earlier charts left it: without the key nothing can be signed anew."""
+    old = json.loads(json.dumps(made["tls"]))
+    del old["metadata"]["annotations"]
+    with fake_cluster(old) as url:
+        after = secrets_of(upgrade(url, ENCRYPTED, tmp_path, "helm3"))
+    assert "authority" not in after
+    assert after["tls"]["data"] == old["data"]

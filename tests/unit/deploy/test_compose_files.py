@@ -144,19 +144,23 @@ def test_no_secret_is_a_variable() -> None:
     assert [name for name in variables if re.search("SECRET|KEY|PASSWORD|TOKEN$", name) and "_FILE" not in name] == []
 
 
-def run_secrets(root: Path) -> None:
+RECEIVERS = ("servers", "router", "indexer", "coordinator", "etcd", "prometheus")
+PAIR = {"tls/ca.crt", "tls/tls.crt", "tls/tls.key"}
+
+
+def run_secrets(root: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """The job that makes secrets, with its volumes in a directory."""
     [script] = services()["secrets"]["command"]
-    for name in ("kvmesh", "authority", "scraper"):
-        (root / name).mkdir(exist_ok=True)
+    for name in ("kvmesh", "authority", *(f"of/{name}" for name in RECEIVERS)):
+        (root / name).mkdir(parents=True, exist_ok=True)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    subprocess.run(
+    return subprocess.run(
         ["sh", "-euc", script.replace("$$", "$").replace("/run/", f"{root}/")],
-        env={"PATH": path, "HOME": str(root), "ENCRYPTED": "1"},
+        env={"PATH": path, "HOME": str(root), "ENCRYPTED": "1", "API_KEYS_FILE": "", **environment},
         cwd=root / "kvmesh",
-        check=True,
         capture_output=True,
-        timeout=60,
+        text=True,
+        timeout=120,
     )
 
 
@@ -164,16 +168,22 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def test_the_key_of_the_authority_is_for_the_job_that_signs() -> None:
-    holders = {
-        name
+def test_a_service_has_its_own_secrets_and_no_others() -> None:
+    """The volume with all of them, and the one with the authority's key, are for the job that gives them out."""
+    mounted: dict[str, set[str]] = {}
+    for name, service in services().items():
+        for volume in map(str, service.get("volumes", ())):
+            if volume.startswith(("secrets", "authority")):
+                mounted.setdefault(name, set()).add(volume.partition(":")[0])
+    assert mounted.pop("secrets") == {"secrets", "authority", *(f"secrets-{name}" for name in RECEIVERS)}
+    assert mounted.pop("context") == mounted.pop("generation") == {"secrets-servers"}
+    assert mounted == {name: {f"secrets-{name}"} for name in RECEIVERS if name != "servers"}
+    assert all(
+        str(volume).endswith(":ro")
         for name, service in services().items()
         for volume in service.get("volumes", ())
-        if str(volume).startswith("authority:")
-    }
-    assert holders == {"secrets"}
-    prometheus = [str(volume) for volume in services()["prometheus"]["volumes"]]
-    assert not [volume for volume in prometheus if volume.startswith("secrets:")], "it is not of the mesh"
+        if name != "secrets" and ":/run/kvmesh" in str(volume)
+    )
 
 
 def test_etcd_asks_for_certificates_where_there_are_some() -> None:
@@ -186,49 +196,64 @@ def test_etcd_asks_for_certificates_where_there_are_some() -> None:
 
 
 def test_secrets_are_made_once_and_certificates_are_renewed(tmp_path: Path) -> None:
-    run_secrets(tmp_path)
+    assert run_secrets(tmp_path).returncode == 0
     made = contents(tmp_path)
-    pair = {"tls/ca.crt", "tls/tls.crt", "tls/tls.key"}
-    assert contents(tmp_path / "kvmesh").keys() == pair | {
-        "cluster_secret",
-        "curve/kvmesh.key",
-        "curve/kvmesh.key_secret",
-    }
-    assert contents(tmp_path / "scraper").keys() == pair
-    assert made["scraper/tls/tls.key"] != made["kvmesh/tls/tls.key"]
-    run_secrets(tmp_path)
+    curve = {"curve/kvmesh.key_secret"}
+    assert contents(tmp_path / "kvmesh").keys() == curve | {"cluster_secret", "curve/kvmesh.key"}
+    wanted = {"servers": PAIR | curve | {"cluster_secret"}, "router": PAIR | curve, "indexer": PAIR | curve}
+    given = {name: set(contents(tmp_path / "of" / name)) for name in RECEIVERS}
+    assert given == {**dict.fromkeys(RECEIVERS, PAIR), **wanted}
+    assert len({made[f"of/{name}/tls/tls.key"] for name in RECEIVERS}) == len(RECEIVERS), "each has a key of its own"
+    assert run_secrets(tmp_path).returncode == 0
     assert contents(tmp_path) == made, "nothing is made twice"
     old_s = time.time() - 310 * 86_400
-    os.utime(tmp_path / "kvmesh" / "tls" / "tls.crt", (old_s, old_s))
-    run_secrets(tmp_path)
-    renewed = contents(tmp_path)
-    changed = {name for name in renewed if name.startswith("kvmesh/") and renewed[name] != made[name]}
-    assert changed == {"kvmesh/tls/tls.crt", "kvmesh/tls/tls.key"}, "of the same authority"
-    tls = tmp_path / "kvmesh" / "tls"
-    Tls(TlsSettings(cert_file=str(tls / "tls.crt"), key_file=str(tls / "tls.key"), ca_file=str(tls / "ca.crt")))
+    os.utime(tmp_path / "of" / "router" / "tls" / "tls.crt", (old_s, old_s))
+    (tmp_path / "kvmesh" / "keys").write_text("sk-one")
+    assert run_secrets(tmp_path, API_KEYS_FILE="/run/kvmesh/keys".replace("/run/", f"{tmp_path}/")).returncode == 0
+    renewed = contents(tmp_path / "of")
+    changed = {name for name in renewed if renewed[name] != made.get(f"of/{name}")}
+    assert changed == {"router/tls/tls.crt", "router/tls/tls.key", "router/keys"}, "of the same authority"
+    for name in ("router", "etcd"):
+        tls = tmp_path / "of" / name / "tls"
+        files = {"cert_file": tls / "tls.crt", "key_file": tls / "tls.key", "ca_file": tls / "ca.crt"}
+        certificate = Tls(TlsSettings(**{setting: str(file) for setting, file in files.items()})).certificate
+        assert certificate is not None
+        assert {"kvmesh.internal", name} <= set(certificate.names)
 
 
 def test_an_authority_beside_its_certificates_is_moved(tmp_path: Path) -> None:
     """As earlier versions left it."""
     make_certificate(tmp_path / "kvmesh" / "tls")
     before = contents(tmp_path / "kvmesh")
-    run_secrets(tmp_path)
+    for name in RECEIVERS:  # as if there were new ones already, which takes less time
+        (tmp_path / "of" / name / "tls").mkdir(parents=True)
+        (tmp_path / "of" / name / "tls" / "tls.crt").touch()
+    assert run_secrets(tmp_path).returncode == 0
     assert (tmp_path / "authority" / "ca.key").read_bytes() == before.pop("tls/ca.key")
     after = contents(tmp_path / "kvmesh")
     assert "tls/ca.key" not in after
     assert before.items() <= after.items()
 
 
-def test_certificates_of_another_authority_stay(tmp_path: Path) -> None:
+def test_certificates_of_another_authority_are_passed_on(tmp_path: Path) -> None:
     make_certificate(tmp_path / "kvmesh" / "tls")
     (tmp_path / "kvmesh" / "tls" / "ca.key").unlink()
     certificate = tmp_path / "kvmesh" / "tls" / "tls.crt"
     os.utime(certificate, (0, 0))
     before = contents(tmp_path / "kvmesh")
-    run_secrets(tmp_path)
+    assert run_secrets(tmp_path).returncode == 0
     assert before.items() <= contents(tmp_path / "kvmesh").items()
-    assert contents(tmp_path / "scraper") == before
+    for name in RECEIVERS:
+        assert before.items() <= contents(tmp_path / "of" / name).items()
     assert contents(tmp_path / "authority") == {}
+
+
+@pytest.mark.parametrize("value", ["0", "false"])
+def test_the_switch_is_1_or_empty(value: str, tmp_path: Path) -> None:
+    """In Compose's words any text turns it on."""
+    refused = run_secrets(tmp_path, ENCRYPTED=value)
+    assert refused.returncode == 1
+    assert f"KVMESH_ENCRYPTED is 1 or empty, not {value}" in refused.stderr
 
 
 @pytest.mark.skipif(shutil.which("docker") is None, reason="there is no docker command")

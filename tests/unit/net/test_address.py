@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
+import zmq
 
-from kvmesh.net.address import reachable_endpoint, reachable_host, specific_host
+from kvmesh.net import address
+from kvmesh.net.address import (
+    choose_family,
+    listen,
+    reachable_endpoint,
+    reachable_host,
+    specific_host,
+    uses_ipv6,
+)
 
 OWN = "10.1.2.3"
 
@@ -33,3 +43,70 @@ def test_a_machine_without_a_name_is_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(socket, "gethostbyname", unknown)
     assert specific_host("0.0.0.0") == "127.0.0.1"
+
+
+def test_a_machine_with_ipv6_only_has_an_address_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_name: str) -> str:
+        raise OSError
+
+    def found(_name: str, *_: object, **__: object) -> list[tuple[object, ...]]:
+        entries = ("fe80::1%eth0", "2001:db8::7")
+        return [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", (address, 0, 0, 0)) for address in entries]
+
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    assert reachable_host("::") == "[2001:db8::7]"
+    assert reachable_endpoint("tcp://*:*", "tcp://[::]:5557") == "tcp://[2001:db8::7]:5557"
+
+
+needs_ipv6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+
+
+@needs_ipv6
+def test_the_wildcard_of_ipv6_takes_both() -> None:
+    with listen("::") as listener:
+        port = listener.getsockname()[1]
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, port), timeout=30).close()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "with_ipv4", "without"),
+    [
+        ("tcp://127.0.0.1:5557", False, False),
+        ("tcp://[::1]:5557", True, True),
+        ("tcp://localhost:5557", False, False),
+        ("tcp://mesh-indexer:8301", False, True),
+        ("ipc:///tmp/x", False, False),
+    ],
+)
+def test_names_are_looked_up_in_the_family_of_this_machine(
+    endpoint: str, with_ipv4: bool, without: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "route"
+    monkeypatch.setattr(address, "_IPV4_ROUTES", table)
+    table.write_text("Iface\tDestination\n")
+    assert uses_ipv6(endpoint) is without
+    table.write_text("Iface\tDestination\neth0\t00000000\n")
+    assert uses_ipv6(endpoint) is with_ipv4
+
+
+@needs_ipv6
+@pytest.mark.parametrize(("bound", "hosts"), [("*", ("127.0.0.1", "[::1]")), ("[::1]", ("[::1]",))])
+def test_sockets_of_events_and_matches_meet_by_ipv6(bound: str, hosts: tuple[str, ...]) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        with context.socket(zmq.ROUTER) as server:
+            choose_family(server, f"tcp://{bound}:*")
+            server.bind(f"tcp://{bound}:*")
+            port = str(server.get_string(zmq.LAST_ENDPOINT)).rpartition(":")[2]
+            for host in hosts:
+                with context.socket(zmq.DEALER) as client:
+                    client.linger = 0
+                    choose_family(client, f"tcp://{host}:{port}")
+                    client.connect(f"tcp://{host}:{port}")
+                    client.send(b"here")
+                    assert server.poll(30_000), host
+                    assert server.recv_multipart()[1] == b"here"
+    finally:
+        context.term()

@@ -127,3 +127,29 @@ async def test_nobody_listening_is_said_without_objects(scheme: str) -> None:
             await client.call("GET", f"{scheme}://127.0.0.1:{port}/health", dict[str, str])
     assert f"cannot connect to 127.0.0.1:{port} (" in str(caught.value)
     assert "ssl" not in str(caught.value).lower()
+
+
+class Talker(Service):
+    """Answers with as many bytes as are asked for, in pieces, as an answer or as an error."""
+
+    def __init__(self) -> None:
+        super().__init__("talker")
+        self.app.router.add_get("/say/{status}/{count}", self._say)
+
+    async def _say(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=int(request.match_info["status"]))
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        await response.write(b'"' + b"x" * (int(request.match_info["count"]) - 2))
+        await response.write(b'"')
+        return response
+
+
+@pytest.mark.parametrize("status", [200, 500])
+async def test_an_answer_without_end_is_not_kept(status: int) -> None:
+    """Who answers need not be a friend: a coordinator asks whoever is at an address."""
+    async with serving(Talker()) as url, HttpClient() as http:
+        assert await http.call("GET", f"{url}/say/200/1000", str, max_bytes=1000) == "x" * 998
+        with pytest.raises(PeerUnreachableError, match="answers with more than"):
+            await http.call("GET", f"{url}/say/{status}/{(1 << 20) + 1}", str, max_bytes=1 << 20)
+        assert await http.call("GET", f"{url}/say/200/10", str) == "x" * 8, "the client goes on"

@@ -187,7 +187,7 @@ def test_files_that_become_usable_by_themselves_are_tried_again(
     other.certificate.replace(files.certificate)
     load = tls_module.load_certificates
 
-    def too_early(_settings: TlsSettings) -> None:
+    def too_early(_settings: TlsSettings, **_: object) -> None:
         raise TlsError("the certificate is not valid yet")
 
     monkeypatch.setattr(tls_module, "load_certificates", too_early)

@@ -139,4 +139,6 @@ class SliceStore:
 
 
 def _takes_work(conditions: _Conditions) -> bool:
-    return conditions.ready is not False and not conditions.terminating
+    # A Service that publishes pods that are not ready calls them all ready; `serving` is the pod's own word.
+    serving = conditions.ready if conditions.serving is None else conditions.serving
+    return serving is not False and conditions.ready is not False and not conditions.terminating
