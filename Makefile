@@ -36,7 +36,7 @@ NATIVE := $(shell find gpu_kernels -name '*.cpp' -o -name '*.cc' -o -name '*.c' 
 	-o -name '*.hpp' -o -name '*.cuh')
 INSTALLED_FROM := pyproject.toml constraints.txt hatch_build.py gpu_kernels/kvmesh/kernels/build.py $(NATIVE)
 
-.PHONY: help up down test soak-cache soak-modes soak-events soak-e2e fault-matrix cancel-storm observability-test deploy-test k8s-tools k8s-build k8s-images k8s-test reference lint bench peers clean venv check
+.PHONY: help up down test soak-cache soak-modes soak-events soak-e2e fault-matrix cancel-storm observability-test deploy-test k8s-tools k8s-build k8s-images k8s-test reference lock lint bench peers clean venv check
 
 help: ## Show this help
 	@echo "Targets:"
@@ -113,6 +113,11 @@ reference: $(DEV) ## Write anew what is made from other files: docs/configuratio
 	@$(BIN)/python k8s/tools/values_schema.py >k8s/chart/values.schema.json
 	@$(BIN)/python compose/observability/dashboards.py
 	@$(BIN)/python k8s/tools/copy_observability.py
+
+lock: $(DEV) ## Write anew what the images install, with hashes (compose/locks); after a change of constraints.txt
+	@[ -x $(KVMESH_DEPLOY_CACHE)/uv/bin/uv ] || { $(PYTHON) -m venv $(KVMESH_DEPLOY_CACHE)/uv && \
+		$(KVMESH_DEPLOY_CACHE)/uv/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.9; }
+	@$(BIN)/python compose/lock.py $(KVMESH_DEPLOY_CACHE)/uv/bin/uv
 
 lint: $(DEV) ## Check style and types
 	@$(BIN)/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -313,17 +314,27 @@ def test_the_run_time_is_not_root_and_not_a_shell() -> None:
 
 
 def test_everything_is_pinned() -> None:
-    """Only lists of exact versions are installed, and the compiler of CUDA's kernels by its major version."""
+    """Files by their hashes, torch by its version, and the compiler of CUDA's kernels by its major version."""
     installs = [line for line in instructions() if "pip install" in line and "--no-index" not in line]
     assert len(installs) >= 4
     for line in installs:
-        assert "cuda-toolkit" in line or re.search(r"pip install [^&]*-r [a-z]+\.txt", line), line
-    command = [sys.executable, str(COMPOSE / "requirements.py"), "base", "build", "engine", "keys"]
-    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True).stdout
-    lines = listed.splitlines()
-    assert any(line.startswith("torch==") for line in lines)
-    pinned = (REPOSITORY / "constraints.txt").read_text().lower().splitlines()
-    assert set(lines) <= set(pinned)
+        for command in re.findall(r"pip install [^&;]*", line):
+            hashed = re.search(r"--require-hashes --no-deps -r [a-z]+\.txt", command)
+            assert hashed or "-r torch.txt" in command or "cuda-toolkit" in command, command
+
+
+@pytest.mark.parametrize("group", ["base", "build", "engine", "keys"])
+def test_locks_have_what_is_required(group: str) -> None:
+    """In the versions of constraints.txt, which the tests run with; `make lock` writes them anew."""
+    locks = COMPOSE / "locks"
+    wanted = set(runpy.run_path(str(COMPOSE / "lock.py"))["pinned_groups"]()[group])
+    entries = (locks / f"{group}.txt").read_text().replace("\\\n", " ").splitlines()
+    assert all("--hash=sha256:" in entry for entry in entries)
+    locked = {entry.split()[0] for entry in entries}
+    if group == "engine":
+        locked |= set((locks / "torch.txt").read_text().split())
+        assert any(one.startswith("torch==") for one in wanted)
+    assert wanted <= locked, "run 'make lock'"
 
 
 def test_what_is_copied_is_in_the_context() -> None:
@@ -335,5 +346,5 @@ def test_what_is_copied_is_in_the_context() -> None:
         if line.startswith("COPY ") and "--from" not in line
         for source in line.split()[1:-1]
     }
-    assert copied == let_in
+    assert {re.sub(r"^compose/locks/.*", "compose/locks", source) for source in copied} == let_in
     assert all((REPOSITORY / source).exists() for source in copied)
