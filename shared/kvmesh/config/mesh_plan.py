@@ -157,4 +157,4 @@ def _filled(section: M, **values: Any) -> M:
 def _url(service: CoordinatorSettings | IndexerSettings) -> str:
     """Where the other processes of this machine reach a service."""
     host = "127.0.0.1" if service.host in _WILDCARD_HOSTS else service.host
-    return f"{service.tls.scheme}://{host}:{service.port}"
+    return f"{service.tls.scheme}://{f'[{host}]' if ':' in host else host}:{service.port}"

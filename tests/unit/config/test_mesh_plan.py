@@ -152,3 +152,9 @@ def test_a_workers_key_without_a_section_is_for_all_workers() -> None:
         "generation": {"kv_cache_config": {"max_tokens": 2048, "tokens_per_block": 16}},
     }
     assert spread_over_workers({"lease_s": 1}) == {"lease_s": 1}
+
+
+def test_an_ipv6_address_is_in_brackets_in_urls() -> None:
+    planned = plan(MeshSettings(host="::1"))
+    assert planned.router.coordinator_url == "http://[::1]:8400"
+    assert planned.router.indexer_url == "http://[::1]:8300"
