@@ -70,6 +70,7 @@ class MergedStream:
         self._published = 0
         self._failed = 0
         self._replays = 0
+        self._broken_off = 0
         self._hidden: set[Source] = set()
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
 
@@ -205,7 +206,13 @@ class MergedStream:
                     await anyio.lowlevel.checkpoint()
             socket.send_multipart([client, b"", b"", END_SEQUENCE.to_bytes(8, "big"), b""], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            _log.warning("replay of the merged stream broken off: the reader does not read", error=str(error))
+            self._broken_off += 1
+            if self._broken_off & (self._broken_off - 1) == 0:
+                _log.warning(
+                    "replays of the merged stream broken off: the reader does not read, or has gone",
+                    so_far=self._broken_off,
+                    error=str(error),
+                )
 
 
 def _events(batch: Batch) -> list[MeshEvent]:

@@ -59,6 +59,7 @@ class StateAnswers:
         self._allowance = Allowance(SHARE, AT_ONCE_S, self._clock)
         self._clients: dict[bytes, None] = {}
         self._last = -1
+        self._broken_off_total = 0
         self._asked = anyio.Event()
 
     def ask(self, client: bytes, last: int) -> None:
@@ -102,4 +103,10 @@ class StateAnswers:
                 self._socket.send_multipart([client, b"", *frames], zmq.NOBLOCK)
             except zmq.ZMQError as error:
                 del clients[client]
-                _log.warning("the state of the merged stream is broken off: a reader does not read", error=str(error))
+                self._broken_off_total += 1
+                if self._broken_off_total & (self._broken_off_total - 1) == 0:
+                    _log.warning(
+                        "the state of the merged stream broken off: a reader does not read, or has gone",
+                        so_far=self._broken_off_total,
+                        error=str(error),
+                    )

@@ -85,6 +85,7 @@ class Answers:
         """Clients and what each has asked, in order; who asks the same again before it is answered is answered once."""
         self._allowance = allowance or Allowance(SHARE, AT_ONCE_S)
         self._rests_total = 0
+        self._broken_off_total = 0
         self._unanswered_total = 0
 
     @property
@@ -161,11 +162,20 @@ class Answers:
                 self._replay.send_multipart(frames, zmq.NOBLOCK)
             self._replay.send_multipart([client, b"", b"", END_SEQUENCE.to_bytes(8, "big"), b""], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            _log.warning("replay broken off: the reader does not read", error=str(error))
+            self._broken_off(error)
 
     def _tell_digests(self, client: bytes, published: PublishedSet) -> None:
         self._statistics.digests_total += 1
         try:
             self._replay.send_multipart([client, *answer_frames(*published.answer())], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            _log.warning("a digest could not be told: the reader does not read", error=str(error))
+            self._broken_off(error)
+
+    def _broken_off(self, error: zmq.ZMQError) -> None:
+        self._broken_off_total += 1
+        if self._broken_off_total & (self._broken_off_total - 1) == 0:
+            _log.warning(
+                "answers broken off: the reader does not read, or has gone",
+                so_far=self._broken_off_total,
+                error=str(error),
+            )

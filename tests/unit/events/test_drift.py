@@ -73,6 +73,16 @@ def test_a_last_batch_that_never_came_is_noticed() -> None:
     assert watch.told(answer(1, 1, 2), (0, held(1))) == (1, {})
 
 
+def test_a_reader_that_is_behind_is_not_wrong() -> None:
+    """Read anew it would fall behind even more."""
+    watch = DriftWatch(1.0)
+    for sequence in range(10):
+        assert watch.told(answer(sequence + 5, 1), (sequence, held(1))) is None
+        watch.applied(sequence + 1, held(1))
+    assert watch.told(answer(20, 1), (10, held(1))) is None
+    assert watch.told(answer(21, 1), (10, held(1))) == (21, {}), "and then nothing came any more"
+
+
 def test_nothing_is_compared_with_what_is_void_or_forgotten() -> None:
     watch = DriftWatch(1.0)
     watch.applied(0, held(1))

@@ -2,8 +2,8 @@
 
 The publisher's answer may be ahead of what has been applied here, or behind it. So the digests of batches that are
 applied while an answer is on its way are kept, and an answer that is ahead is kept until its batch has been applied.
-One whose batch has not come by the next answer tells of a batch that was lost with nothing after it. At other times
-nothing is noted: digests cost time by the number of adapters and salts.
+One whose batch has not come by the next answer, nor any other, tells of a batch that was lost with nothing after it. At
+other times nothing is noted: digests cost time by the number of adapters and salts.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class DriftWatch:
         self._resting_until_s = 0.0
         self._history: deque[tuple[int, Held]] = deque(maxlen=KEPT_BATCHES)
         self._told: DigestAnswer | None = None
+        self._applied_when_told = -1
         self._asking = False
         self.compared_total = 0
         self.missed_total = 0
@@ -96,8 +97,9 @@ class DriftWatch:
         sequence, held = now
         wanted = _number(answer)
         if wanted > sequence:
-            missing = self._told is not None and _number(self._told) > sequence
-            self._told = answer
+            # As long as batches come, one that is missing will be noticed by its number.
+            missing = self._told is not None and _number(self._told) > sequence == self._applied_when_told
+            self._told, self._applied_when_told = answer, sequence
             return Drift(wanted, {}) if missing else None
         if wanted < sequence:
             held = next((of for number, of in self._history if number == wanted), None)
