@@ -8,28 +8,27 @@ the owner is kept until its grant is gone, which is how it says that it has hear
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
+from kvmesh.cache.layout import PageLayout
 from kvmesh.net.faults import FaultInjectedError, fault_point
 from kvmesh.protocol.transfer import Loan, ResultAck
 from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.borders import isolated
-from kvmesh.transceiver.handshake import Pairing
-from kvmesh.transceiver.integrity import RunningChecksums, checksum_difference
+from kvmesh.transceiver.integrity import checksum_difference
 from kvmesh.transceiver.local import LocalEngine
-from kvmesh.transceiver.parts import HeldPages, Source, choose_sources, make_parts
-from kvmesh.transceiver.planes.base import MoveJob, MoveStoppedError, PlaneError
-from kvmesh.transceiver.runs import MissingPageError, decode_pages
+from kvmesh.transceiver.planes.base import Part, PlaneError
+from kvmesh.transceiver.runs import MissingPageError, all_are_pages, decode_pages
 from kvmesh.transceiver.sessions import CANCEL_REPEAT_S, ReceiveSession
-from kvmesh.transceiver.states import ReceiveEvent, next_receive_status
 from kvmesh.transceiver.table import SessionTable
 from kvmesh.transceiver.types import PageIds, PeerKey
 
-__all__ = ["Borrowing", "Reading", "lent_sources", "lent_sums"]
+__all__ = ["Borrowing", "lent_parts", "lent_sums"]
 
 MAX_OWED: Final = 4096
 """Acknowledgements that are kept; an owner that never hears of one keeps its pages until its deadline."""
@@ -38,15 +37,6 @@ LOOK_S: Final = 0.01
 """Long enough for an owner to have heard, unless something is wrong."""
 
 _SUM: Final = np.dtype("<u8")
-
-
-class Reading(NamedTuple):
-    """What is about to be read."""
-
-    job: MoveJob
-    ours: RunningChecksums | None
-    """None: the two do not check."""
-    theirs: list[bytes]
 
 
 @dataclass(slots=True)
@@ -61,44 +51,51 @@ class _Owed:
     """When to send it again."""
 
 
-def lent_sources(loan: Loan, pairing: Pairing, first_block: Sequence[int], wanted: Sequence[PageIds]) -> list[Source]:
-    """By route, the lent pages of the blocks that are wanted.
+def lent_parts(
+    loan: Loan, layout: PageLayout, first_block: Sequence[int], wanted: Sequence[PageIds], local: Sequence[PageIds]
+) -> list[Part]:
+    """What to read of a loan, between two engines of the same layout: whole pages, a part for each layer group.
 
     Args:
         loan: as the owner has signed it.
-        pairing: with the owner.
+        layout: of both.
         first_block: by layer group, the block that ``wanted[group][0]`` is.
         wanted: by layer group, pages of the receiver, negative where it keeps none.
+        local: ``wanted`` without its negative entries; the very same arrays where it has none.
 
     Raises:
-        MissingPageError: a wanted block is not lent.
-        ValueError: the list of pages cannot be read.
+        MissingPageError: other blocks are lent than are wanted.
+        ValueError: a list of pages cannot be read.
     """
-    held = [HeldPages(decode_pages(data)) for data in loan.pages]
-    _check_groups(len(held), pairing)
-    return choose_sources(pairing.routes, held, first_block, wanted)
+    if len(loan.pages) != len(layout.groups):
+        raise MissingPageError(f"pages of {len(loan.pages)} layer groups are lent, there are {len(layout.groups)}")
+    parts: list[Part] = []
+    for group, data, first, ours, pages in zip(layout.groups, loan.pages, first_block, wanted, local, strict=True):
+        theirs = decode_pages(data)[first:]
+        if len(theirs) != len(ours):
+            raise MissingPageError(f"{len(theirs)} blocks are lent where {len(ours)} are wanted")
+        # A page that the owner does not hold is none of its pool: the plane refuses it.
+        parts.append(
+            Part(group.pool, pages, group.pool, theirs if pages is ours else theirs[ours >= 0], group.page_bytes)
+        )
+    return parts
 
 
-def lent_sums(loan: Loan, pairing: Pairing, first_block: Sequence[int], wanted: Sequence[PageIds]) -> list[bytes]:
-    """By route, the owner's checksums of the same pages; between equal layouts only, where whole pages move.
+def lent_sums(loan: Loan, first_block: Sequence[int], wanted: Sequence[PageIds]) -> list[bytes]:
+    """By part of :func:`lent_parts`, the owner's checksums of its pages.
 
     Raises:
         MissingPageError: there is not one for each block.
     """
-    _check_groups(len(loan.checksums), pairing)
+    if len(loan.checksums) != len(wanted):
+        raise MissingPageError(f"checksums of {len(loan.checksums)} layer groups are lent, there are {len(wanted)}")
     sums: list[bytes] = []
-    for route in pairing.routes:
-        first, ours = first_block[route.receiver_group], wanted[route.receiver_group]
-        theirs = loan.checksums[route.owner_group][first * _SUM.itemsize :]
+    for data, first, ours in zip(loan.checksums, first_block, wanted, strict=True):
+        theirs = data[first * _SUM.itemsize :]
         if len(theirs) != len(ours) * _SUM.itemsize:
             raise MissingPageError("the lent pages and their checksums differ in number")
-        sums.append(np.frombuffer(theirs, dtype=_SUM)[ours >= 0].tobytes())
+        sums.append(theirs if all_are_pages(ours) else np.frombuffer(theirs, dtype=_SUM)[ours >= 0].tobytes())
     return sums
-
-
-def _check_groups(number: int, pairing: Pairing) -> None:
-    if number != len(pairing.layout.groups):
-        raise MissingPageError(f"{number} layer groups are lent, the owner has {len(pairing.layout.groups)}")
 
 
 class Borrowing:
@@ -107,19 +104,12 @@ class Borrowing:
     Args:
         engine: this engine.
         table: the sessions.
-        acknowledge: tells an owner how a session has ended that was not read to its end (under the lock).
     """
 
-    def __init__(
-        self,
-        engine: LocalEngine,
-        table: SessionTable[ReceiveSession],
-        acknowledge: Callable[[ReceiveSession], None],
-    ) -> None:
+    def __init__(self, engine: LocalEngine, table: SessionTable[ReceiveSession]) -> None:
         self._engine = engine
         self._table = table
-        self._acknowledge_end = acknowledge
-        self._owed: dict[tuple[int, int], _Owed] = {}
+        self._owed: dict[int, _Owed] = {}
         self._look_s = math.inf
         """When the next of them is to be looked at."""
         self._log = get_logger("transceiver.borrowing")
@@ -130,83 +120,44 @@ class Borrowing:
         """Whether owners may not have heard yet that their pages were read."""
         return bool(self._owed)
 
-    def plan(self, session: ReceiveSession, loan: Loan, pairing: Pairing) -> Reading | None:
-        """What to read for a session that has just been opened; None where its owner has to be asked (under the lock).
+    def read(self, session: ReceiveSession, loan: Loan) -> bool:
+        """Read the pages of a session that is not open yet, and tell their owner; on the executor's thread.
 
-        A session that gets something to read is busy until :meth:`read` has returned.
+        Nobody else knows of the session meanwhile: either all of it happens, or its pages hold anything.
+
+        Returns:
+            Whether the pages are there; otherwise their owner has to be asked for them.
         """
         engine = self._engine
         assert session.peer is not None
-        checks = engine.checksums is not None and bool(loan.checksums)
         if (
-            # Their pieces have checksums of their own, which an owner knows when it is asked.
-            (checks and pairing.layout is not engine.layout)
-            or engine.bounce is not None
+            engine.bounce is not None
             or not engine.plane.is_quick(session.peer, session.num_bytes)
-            or not engine.plane.stands(session.peer, loan.access)
-            # A ticket is good for one transfer.
-            or any(transfer_id == session.transfer_id for transfer_id, _ in self._owed)
+            or session.transfer_id in self._owed  # A ticket is good for one transfer.
         ):
-            return None
+            return False
         try:
-            parts = make_parts(
-                pairing.routes,
-                lent_sources(loan, pairing, session.first_block, session.wanted),
-                session.local,
-                owner=pairing.layout,
-                receiver=engine.layout,
-                side="receiver",
-            )
-            theirs = lent_sums(loan, pairing, session.first_block, session.wanted) if checks else []
-        except (MissingPageError, ValueError) as error:
-            self._log.warning("what is lent does not fit", transfer_id=session.transfer_id, reason=str(error))
-            return None
-        ours = engine.checksums.running(parts) if checks and engine.checksums is not None else None
-        job = MoveJob(
-            transfer_id=session.transfer_id,
-            session=session.session,
-            parts=parts,
-            access=loan.access,
-            control=session.control,
-            sums=ours,
-        )
-        session.busy = True
-        return Reading(job, ours, theirs)
-
-    def read(self, session: ReceiveSession, reading: Reading) -> bool:
-        """Read what was planned, on the executor's thread, without the lock; False where the owner has to be asked."""
-        failure = obstacle = ""
-        try:
-            obstacle = self._copy(session, reading)
-            if not obstacle:
-                fault_point("transceiver.before_ack")
-        except MoveStoppedError:
-            failure = "stopped"
-        except FaultInjectedError as error:
-            failure = str(error)
+            fault_point("transceiver.before_request")
+            parts = lent_parts(loan, engine.layout, session.first_block, session.wanted, session.local)
+            checks = engine.checksums is not None and bool(loan.checksums)
+            theirs = lent_sums(loan, session.first_block, session.wanted) if checks else []
+            begin_ns = time.time_ns()
+            ours = engine.plane.read_lent(session.peer, loan.access, parts, summed=checks)
+            end_ns = time.time_ns()
+            if checks and (damage := checksum_difference([sums.tobytes() for sums in ours], theirs)) is not None:
+                raise PlaneError(damage)
+            fault_point("transceiver.before_ack")
+        except (PlaneError, MissingPageError, ValueError, FaultInjectedError) as error:
+            self._log.info("lent pages are asked for", transfer_id=session.transfer_id, reason=str(error))
+            return False
         except Exception:
-            # The border of error isolation: what one owner makes go wrong ends its own transfer only.
-            isolated(self._log, "a transfer could not be received", transfer_id=session.transfer_id)
-            failure = "the pages could not be received; the log of this server says why"
-        with self._table.lock:
-            session.busy = False
-            if session.terminal:
-                self._acknowledge_end(session)
-                return True
-            if failure:
-                status = next_receive_status(session.status, ReceiveEvent.FAIL)
-                self._table.fail(session, status, 502, "transfer_failed", failure)
-                return True
-            if obstacle:
-                self._log.info("lent pages are asked for", transfer_id=session.transfer_id, reason=obstacle)
-                return False
-            now_s = self._engine.clock.monotonic_s()
-            # Before anything else: it is handled while this side goes on.
-            self._acknowledge(session, reading.job.access, now_s)
-            self.borrowed_total += 1
-            session.note_slices(session.control.take_slices(), now_s)
-            self._table.advance(session, next_receive_status(session.status, ReceiveEvent.BORROWED))
-            return True
+            # The border of error isolation: what one owner makes go wrong costs its own loan only.
+            isolated(self._log, "lent pages could not be read", transfer_id=session.transfer_id)
+            return False
+        # Before anything else: it is handled while this side goes on.
+        self._tell(session, loan.access)
+        session.note_slices([begin_ns, end_ns], engine.clock.monotonic_s())
+        return True
 
     def tell_again(self, now_s: float, endpoint: str | None = None) -> None:
         """Forget what owners have heard, and repeat what they may not have (under the lock).
@@ -227,7 +178,8 @@ class Borrowing:
 
     def refused(self, transfer_id: int, session: int) -> None:
         """An owner does not take an acknowledgement: it need not hear it again (under the lock)."""
-        self._owed.pop((transfer_id, session), None)
+        if (owed := self._owed.get(transfer_id)) is not None and owed.ack.session == session:
+            del self._owed[transfer_id]
 
     def forget(self, endpoint: str, peer: PeerKey) -> None:
         """An owner is gone, or out of reach for good (under the lock)."""
@@ -235,19 +187,7 @@ class Borrowing:
         for key in gone:
             del self._owed[key]
 
-    def _copy(self, session: ReceiveSession, reading: Reading) -> str:
-        """Read; why what came must not be used, if so."""
-        assert session.peer is not None
-        fault_point("transceiver.before_request")
-        try:
-            self._engine.plane.move(session.peer, reading.job)
-        except PlaneError as error:
-            return str(error)
-        if reading.ours is None:
-            return ""
-        return checksum_difference(reading.ours.encoded(), reading.theirs) or ""
-
-    def _acknowledge(self, session: ReceiveSession, access: bytes, now_s: float) -> None:
+    def _tell(self, session: ReceiveSession, access: bytes) -> None:
         assert session.peer is not None
         ack = ResultAck(
             transfer_id=session.transfer_id,
@@ -259,14 +199,13 @@ class Borrowing:
         )
         self._engine.send(session.endpoint, ack)
         session.acknowledged = True
-        if len(self._owed) >= MAX_OWED:
-            del self._owed[next(iter(self._owed))]
-        self._owed[session.transfer_id, session.session] = _Owed(
-            endpoint=session.endpoint,
-            peer=session.peer,
-            access=access,
-            ack=ack,
-            until_s=now_s + self._engine.times.timeout_s,
-            send_s=now_s + CANCEL_REPEAT_S,
-        )
-        self._look_s = min(self._look_s, now_s + LOOK_S)
+        now_s = self._engine.clock.monotonic_s()
+        until_s = now_s + self._engine.times.timeout_s
+        with self._table.lock:
+            self.borrowed_total += 1
+            if len(self._owed) >= MAX_OWED:
+                del self._owed[next(iter(self._owed))]
+            self._owed[session.transfer_id] = _Owed(
+                session.endpoint, session.peer, access, ack, until_s, now_s + CANCEL_REPEAT_S
+            )
+            self._look_s = min(self._look_s, now_s + LOOK_S)

@@ -19,7 +19,7 @@ from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.integrity import PageChecksums
 from kvmesh.transceiver.local import LocalEngine
 from kvmesh.transceiver.peers import Receivers
-from kvmesh.transceiver.planes.base import LOAN, Part
+from kvmesh.transceiver.planes.base import LOAN, Part, PlaneError
 from kvmesh.transceiver.runs import encode_pages, only_pages
 from kvmesh.transceiver.sessions import SendSession
 from kvmesh.transceiver.states import SendEvent, next_send_status
@@ -84,7 +84,11 @@ class Lending:
         if engine.plane.direction != "pull" or engine.bounce is not None or sum(map(len, held)) > MAX_LENT_PAGES:
             return None
         nbytes = sum(len(only_pages(ids)) * engine.page_bytes(group) for group, ids in enumerate(held))
-        if not (access := engine.plane.lend(transfer_id, nbytes)):
+        try:
+            if not (access := engine.plane.lend(transfer_id, nbytes)):
+                return None
+        except PlaneError as error:
+            self._log.warning("nothing can be lent", transfer_id=transfer_id, reason=str(error))
             return None
         try:
             sums = [] if engine.checksums is None else page_sums(engine.checksums, engine.layout, held)
@@ -124,8 +128,7 @@ class Lending:
             self._table.counters.dropped += 1
             return
         session.peer, session.session = peer, ack.session
-        session.num_pages = min(ack.num_pages, sum(len(held.ids) for held in session.held))
-        session.num_bytes = min(ack.num_bytes, self._most_bytes(session))
+        session.num_pages, session.num_bytes = ack.num_pages, ack.num_bytes
         self._table.advance(session, next_send_status(session.status, SendEvent.TAKEN))
 
     def _redeem(self, session: SendSession | None, peer: PeerKey | None, ack: ResultAck) -> Ticket:
@@ -141,6 +144,3 @@ class Lending:
             check_ticket(ticket, transfer_id=ack.transfer_id, owner=self._engine.key, now_unix_ms=now_ms)
             self._spent.spend(ticket, now_ms, purpose)
         return ticket
-
-    def _most_bytes(self, session: SendSession) -> int:
-        return sum(len(held.ids) * self._engine.page_bytes(group) for group, held in enumerate(session.held))

@@ -131,6 +131,11 @@ class Links:
                 due_s = min(due_s, link.deadline_s)
         return due_s
 
+    @property
+    def any_lost(self) -> bool:
+        """Whether there is something for :meth:`forget_lost`."""
+        return any(link.is_fenced or link.lost_since_s is not None for link in self._links.values())
+
     def forget_lost(self, now_s: float, in_use: set[str]) -> None:
         """Drop idle links that have been lost for long, and those to peers that are over and quiet."""
         for link in list(self._links.values()):

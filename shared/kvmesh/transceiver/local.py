@@ -74,12 +74,14 @@ class LocalEngine:
             ValueError: the lease has fewer.
         """
         num_blocks = self.layout.num_blocks(num_tokens)
-        pages = [np.array(lease.page_ids(group)[:num_blocks], dtype=np.int32) for group in range(self.num_groups)]
-        for group, ids in enumerate(pages):
+        pages: list[PageIds] = []
+        for group in range(len(self.layout.groups)):
+            ids = np.array(lease.page_ids(group)[:num_blocks], dtype=np.int32)
             if len(ids) != num_blocks:
                 raise ValueError(
                     f"the lease holds {len(ids)} blocks of group {group}; {num_tokens} tokens take {num_blocks}"
                 )
+            pages.append(ids)
         return pages
 
     @property

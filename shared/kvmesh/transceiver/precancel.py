@@ -23,6 +23,9 @@ class PreCancels:
         self._retention_s = retention_s
         self._expiry_s: OrderedDict[int, float] = OrderedDict()
 
+    def __contains__(self, transfer_id: int) -> bool:
+        return transfer_id in self._expiry_s
+
     def __len__(self) -> int:
         return len(self._expiry_s)
 

@@ -17,7 +17,6 @@ from kvmesh.protocol.transfer import (
     Aux,
     CancelSession,
     HelloReply,
-    Loan,
     Refused,
     RequestData,
     ResultAck,
@@ -26,7 +25,7 @@ from kvmesh.protocol.transfer import (
 from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.arrivals import answer_obstacle
 from kvmesh.transceiver.borders import isolated
-from kvmesh.transceiver.borrowing import Borrowing, Reading
+from kvmesh.transceiver.borrowing import Borrowing
 from kvmesh.transceiver.handshake import Pairing
 from kvmesh.transceiver.links import Link, Links, LinkState
 from kvmesh.transceiver.local import LocalEngine
@@ -55,7 +54,7 @@ class ReceiverSide:
         self.links = Links(engine, on_up=self._link_up, on_down=self._link_down, run_locked=self._run_locked)
         self._owners = Owners(engine, self._count_refused)
         self._pulling = Pulling(engine, self.table)
-        self.borrowing = Borrowing(engine, self.table, self._acknowledge)
+        self.borrowing = Borrowing(engine, self.table)
         self._precancelled = PreCancels(engine.clock)
         self._numbers = itertools.count(1)
         self._auxes: dict[int, Aux] = {}
@@ -138,40 +137,51 @@ class ReceiverSide:
             num_pages=sum(map(len, local)),
             num_bytes=sum(len(ids) * engine.page_bytes(group) for group, ids in enumerate(local)),
         )
+        self.table.check_new(transfer_id)
+        is_borrowed = owner.loan is not None and self._may_borrow(session) and self.borrowing.read(session, owner.loan)
         with self.table.lock:
             self.table.add(session)
-            self.table.counters.pages_reused += sum(
-                int(np.count_nonzero(ids[:first] >= 0)) for ids, first in zip(pages, first_block, strict=True) if first
-            )
+            if any(first_block):
+                self.table.counters.pages_reused += sum(
+                    int(np.count_nonzero(ids[:first] >= 0)) for ids, first in zip(pages, first_block, strict=True)
+                )
             engine.plane.session_opened()
-            reading = self._begin(session, owner.peer, owner.loan)
-        if reading is not None and not self.borrowing.read(session, reading):
-            with self.table.lock:
+            if is_borrowed:
+                self._apply(session, ReceiveEvent.BORROWED)
+            else:
                 self._begin(session, owner.peer)
         return TransferSize(session.num_pages, session.num_bytes)
 
-    def _begin(self, session: ReceiveSession, peer: PeerKey, loan: Loan | None = None) -> Reading | None:
-        """Ask at once, or connect first (under the lock). Whatever goes wrong is an end of the session.
+    def _may_borrow(self, session: ReceiveSession) -> bool:
+        """Whether pages that are lent to a session that is not open yet may be read without asking.
 
-        Returns:
-            What is to be read instead, where the pages are lent.
+        Without the lock: what changes meanwhile might as well have changed afterwards.
         """
+        link = self.links.get(session.endpoint)
+        return (
+            link is not None
+            and link.peer == session.peer
+            and link.state is LinkState.UP
+            # Between unequal layouts pieces of pages move, of which the owner knows when it is asked.
+            and link.pairing is not None
+            and link.pairing.layout is self._engine.layout
+            and session.transfer_id not in self._precancelled
+            and not self._engine.fences.is_over(link.peer)
+        )
+
+    def _begin(self, session: ReceiveSession, peer: PeerKey) -> None:
+        """Ask at once, or connect first (under the lock). Whatever goes wrong is an end of the session."""
         try:
             if self._precancelled.take(session.transfer_id):
                 self._cancel(session, "cancelled before it was opened")
             elif self._engine.fences.is_over(peer):
                 self._fail(session, 503, "peer_dead", f"{peer} ended before it was asked")
-            elif (link := self.links.obtain(session.endpoint, peer)).state is LinkState.UP:
-                if loan is not None and link.pairing is not None:
-                    reading = self.borrowing.plan(session, loan, link.pairing)
-                    if reading is not None:
-                        return reading
+            elif self.links.obtain(session.endpoint, peer).state is LinkState.UP:
                 self._ask(session)
         except Exception:
             # The border of error isolation.
             isolated(self._log, "a transfer could not be begun", transfer_id=session.transfer_id)
             self._fail(session, 502, "transfer_failed", "the owner of the pages could not be asked for them")
-        return None
 
     def poll(self, at_least: int) -> TransferPoll:
         """What ended since the last poll; waits one interval at most for ``at_least`` sessions.
@@ -427,7 +437,7 @@ class ReceiverSide:
 
     def _link_up(self, link: Link) -> None:
         for session in self._sessions_of(link.endpoint):
-            if session.status.state is SessionState.INIT and not session.busy:
+            if session.status.state is SessionState.INIT:
                 self._ask(session)
 
     def _write_no_more(self, instance_id: str, epoch: int) -> None:
@@ -473,8 +483,9 @@ class ReceiverSide:
         with self.table.lock:
             now_s = self._engine.clock.monotonic_s()
             self.borrowing.tell_again(now_s)
-            in_use = {session.endpoint for session in [*self.table.open.values(), *self.table.quarantine]}
-            self.links.forget_lost(now_s, in_use)
+            if self.links.any_lost:
+                in_use = {session.endpoint for session in [*self.table.open.values(), *self.table.quarantine]}
+                self.links.forget_lost(now_s, in_use)
             for session in self.table.quarantine:
                 if session.peer_may_write and session.cancel_is_due(now_s):
                     self._pulling.ask_to_stop(session)

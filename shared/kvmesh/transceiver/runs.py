@@ -49,7 +49,8 @@ def decode_pages(data: bytes) -> PageIds:
     Raises:
         ValueError: not a whole number of ids.
     """
-    return np.frombuffer(data, dtype=_WIRE).astype(np.int32, copy=False)
+    pages = np.frombuffer(data, dtype=_WIRE)
+    return pages if _WIRE.isnative else pages.astype(np.int32)
 
 
 def pair_pages(held: PageIds, first_block: int, wanted: PageIds) -> NDArray[np.bool_]:

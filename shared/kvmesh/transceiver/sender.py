@@ -336,5 +336,6 @@ class SenderSide:
 
     def _ended(self, session: SendSession) -> None:
         self._lending.recall(session)
-        self._engine.plane.revoke(session.transfer_id, session.session)
+        if session.granted:
+            self._engine.plane.revoke(session.transfer_id, session.session)
         self.early.ended(session)

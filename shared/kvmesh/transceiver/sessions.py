@@ -70,7 +70,8 @@ class Session:
     def note_slices(self, slices_ns: list[int], now_s: float) -> None:
         """Slices are in place since about now; see :class:`TransferNotes`."""
         if self.notes is None:
-            self.notes = TransferNotes(now_s - self.started_s, [])
+            self.notes = TransferNotes(now_s - self.started_s, slices_ns[:MAX_NOTED_TIMES])
+            return
         noted = self.notes.slices_ns
         noted += slices_ns[: MAX_NOTED_TIMES - len(noted)]
 

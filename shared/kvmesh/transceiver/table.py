@@ -17,7 +17,7 @@ from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.local import LocalEngine
 from kvmesh.transceiver.quarantine import Quarantine
 from kvmesh.transceiver.sessions import Session
-from kvmesh.transceiver.states import SessionState, Status
+from kvmesh.transceiver.states import TERMINAL_STATES, SessionState, Status
 from kvmesh.transceiver.types import TransferFailure, TransferPoll
 
 __all__ = ["Counters", "DuplicateTransferError", "SessionTable"]
@@ -193,12 +193,16 @@ class SessionTable(Generic[S]):
             self.quarantine.release_all()
 
     def _release(self) -> None:
-        for session in self.quarantine.release_quiet():
-            if self._on_released is not None:
-                self._on_released(session)
+        if self.quarantine:
+            for session in self.quarantine.release_quiet():
+                self._released(session)
+
+    def _released(self, session: S) -> None:
+        if self._on_released is not None:
+            self._on_released(session)
 
     def _collect(self, poll: TransferPoll) -> None:
-        for session in [session for session in self.open.values() if session.terminal]:
+        for session in [session for session in self.open.values() if session.status.state in TERMINAL_STATES]:
             if session.status.state is SessionState.FULLY_TRANSFERRED:
                 poll.completed.append(session.transfer_id)
                 if session.notes is not None:
@@ -210,7 +214,11 @@ class SessionTable(Generic[S]):
                     session.failure or TransferFailure(session.transfer_id, 502, "transfer_failed", "transfer failed")
                 )
             del self.open[session.transfer_id]
-            self.quarantine.put(session)
+            if session.quiet:
+                session.lease.release()
+                self._released(session)
+            else:
+                self.quarantine.put(session)
 
     def _ended(self, session: S, reason: str) -> None:
         outcome = _OUTCOMES[session.status.state]

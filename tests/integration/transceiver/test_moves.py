@@ -81,6 +81,46 @@ def test_both_ledgers_tell_the_same_story(pair: Pair) -> None:
     assert pair.generation.ledger() == story
 
 
+def test_few_pages_in_shared_memory_are_read_on_loan(pair: Pair) -> None:
+    """Only they, once the two know each other; over every other way the owner is asked."""
+    pair.move(310, [1], [2])
+    before = pair.generation.stats()["borrowed_total"]
+    pair.move(311, [3, 4], [5, 6])
+    pair.move(312, [7, 8], [9, 10], first=1)
+    pair.move(313, scattered(8, 12), scattered(9, 12))
+    expected = 2 if pair.way == "memfd" else 0
+    assert pair.generation.stats()["borrowed_total"] - before == expected
+    assert pair.context.stats()["refused_total"] == 0
+
+
+def test_a_loan_is_read_from_an_owner_that_stands_still(make_pair: Callable[..., Pair]) -> None:
+    """It hears of it when it goes on, also where the connection was lost meanwhile."""
+    pair = make_pair("memfd")
+    pair.move(1, [1], [2])
+    handoff = pair.context.offer(transfer=2, pages=[3, 4])
+    wanted = pair.context.digest(pages=[3, 4])
+    pair.context.stop()
+    pair.generation.ask(transfer=2, handoff=handoff, pages=[5, 6])
+    assert pair.generation.poll(side="generation")["completed"] == [2]
+    assert pair.generation.digest(pages=[5, 6]) == wanted
+    pair.context.proceed()
+    assert pair.settle(pair.context, "context", {2})["completed"] == [2]
+    pair.release(pair.context, "context")
+
+
+def test_a_loan_that_was_given_up_is_not_read(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair("memfd", checksums=False)
+    pair.move(1, [1], [2])
+    handoff = pair.context.offer(transfer=2, pages=[3, 4])
+    assert pair.context.cancel(transfer=2)
+    pair.release(pair.context, "context")
+    pair.context.fill(seed=99)
+    pair.generation.ask(transfer=2, handoff=handoff, pages=[5, 6])
+    ((_, status, code, _),) = pair.settle(pair.generation, "generation", {2})["failed"]
+    assert (status, code) == (404, "transfer_unknown")
+    assert pair.generation.held() == []
+
+
 def test_replayed_and_forged_hand_offs_are_refused_and_harm_nobody(pair: Pair) -> None:
     handoff = pair.context.offer(transfer=400, pages=[1, 2])
     pair.generation.ask(transfer=400, handoff=handoff, pages=[3, 4])

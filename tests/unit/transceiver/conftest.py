@@ -13,6 +13,7 @@ import pytest
 
 from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
 from kvmesh.net.clock import ManualClock
+from kvmesh.net.faults import fault_point
 from kvmesh.protocol.disagg import HandOff
 from kvmesh.protocol.transfer import (
     CancelSession,
@@ -133,10 +134,13 @@ class FakePlane:
         self.move_error: str | None = None
         self.quick_bytes = -1
         self.lends = False
+        self.lend_error: str | None = None
         self.lent: dict[int, bytes] = {}
         """By transfer, as the owner; a receiver looks into those of its owner."""
         self.owner = self
         self.grants = 0
+        self.read: list[Sequence[Any]] = []
+        self.factor = 1
         self.during: Callable[[], None] = lambda: None
 
     def describe(self) -> bytes:
@@ -166,11 +170,25 @@ class FakePlane:
             self.lent.pop(transfer_id, None)
 
     def lend(self, transfer_id: int, nbytes: int) -> bytes:
+        if self.lends and self.lend_error is not None:
+            raise PlaneError(self.lend_error)
         if not self.lends or nbytes > self.quick_bytes:
             return b""
         self.grants += 1
         self.lent[transfer_id] = b"loan %d" % self.grants
         return self.lent[transfer_id]
+
+    def read_lent(self, peer: PeerKey, access: bytes, parts: Sequence[Any], *, summed: bool) -> list[np.ndarray]:
+        """Reads nothing; the sums are the page's numbers, times a factor."""
+        if not self.stands(peer, access):
+            raise PlaneError("nothing is lent")
+        fault_point("transceiver.during_transfer")
+        self.during()
+        fault_point("transceiver.during_transfer")
+        if not self.stands(peer, access):
+            raise PlaneError("the owner has taken its pages back")
+        self.read.append(parts)
+        return [part.remote.astype("<u8") * self.factor for part in parts] if summed else []
 
     def stands(self, peer: PeerKey, access: bytes) -> bool:
         return peer.instance_id == "context" and access in self.owner.lent.values()
@@ -178,8 +196,6 @@ class FakePlane:
     def move(self, peer: PeerKey, job: MoveJob) -> int:
         job.control.checkpoint()
         self.during()
-        if job.access.startswith(b"loan") and not self.stands(peer, job.access):
-            raise PlaneError("the owner has taken its pages back")
         if self.move_error is not None:
             raise PlaneError(self.move_error)
         job.control.checkpoint()

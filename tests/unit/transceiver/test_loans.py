@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
 from kvmesh.net.faults import FaultInjectedError, injected
 from kvmesh.protocol.transfer import Loan, Refused, RequestData, ResultAck
-from kvmesh.transceiver.borrowing import lent_sources, lent_sums
-from kvmesh.transceiver.handshake import Pairing
+from kvmesh.transceiver.borrowing import lent_parts, lent_sums
 from kvmesh.transceiver.lending import MAX_LENT_PAGES, page_sums
-from kvmesh.transceiver.routes import plan_routes
-from kvmesh.transceiver.runs import MissingPageError, encode_pages
+from kvmesh.transceiver.runs import encode_pages, only_pages
 from kvmesh.transceiver.sessions import CANCEL_REPEAT_S
 from kvmesh.transceiver.states import SessionState
 from kvmesh.transceiver.tickets import Signer
@@ -47,7 +45,7 @@ class Checksums:
     def running(self, parts: Any) -> Any:
         # What arrives is what lies at the owner.
         mirrored = [part._replace(local=part.remote) for part in parts]
-        return SimpleNamespace(encoded=lambda: self.of(mirrored), add_all=lambda: None)
+        return SimpleNamespace(encoded=lambda: self.of(mirrored))
 
     def of(self, parts: Any) -> list[bytes]:
         return [(part.local.astype("<u8") * self._factor).tobytes() for part in parts]
@@ -56,6 +54,7 @@ class Checksums:
 def with_checksums(wire: Wire, at_context: int | None, at_generation: int | None) -> None:
     for engine, factor in ((wire.context, at_context), (wire.generation, at_generation)):
         object.__setattr__(engine, "checksums", None if factor is None else Checksums(factor))
+    wire.generation_plane.factor = at_generation
 
 
 def read_at_once(wire: Wire, transfer_id: int = 7, **asked: Any) -> None:
@@ -78,8 +77,7 @@ def ended_usually(wire: Wire, transfer_id: int = 7) -> None:
 
 def test_lent_pages_are_there_before_the_owner_hears_of_it(wire: Wire) -> None:
     read_at_once(wire)
-    (job,) = wire.generation_plane.moved
-    (part,) = job.parts
+    ((part,),) = wire.generation_plane.read
     assert (part.remote.tolist(), part.local.tolist()) == ([10, 11, 12, 13], [20, 21, 22, 23])
     assert wire.leases["context", 7].released == 0
     (ack,) = wire.to_context
@@ -106,8 +104,8 @@ def test_both_ledgers_tell_of_it(wire: Wire) -> None:
 def test_only_missing_pages_are_read(wire: Wire, first: int, expected: list[int]) -> None:
     with_checksums(wire, 3, 3)
     read_at_once(wire, first=first)
-    (job,) = wire.generation_plane.moved
-    assert [page for part in job.parts for page in part.remote.tolist()] == expected
+    (parts,) = wire.generation_plane.read
+    assert [page for part in parts for page in part.remote.tolist()] == expected
     wire.pump()
     assert wire.sender.poll(0).completed == [7]
     assert wire.sender.table.counters.pages == 4 + len(expected)
@@ -124,8 +122,8 @@ def test_windowed_groups_are_lent_too(make_wire: Callable[..., Wire], tools: Sim
     lease = tools.FakeLease(*wanted)
     wire.receiver.open(7, "g7", wire.handoff(token), lease, [1, 0], tools.PROMPT_DIGEST)
     assert wire.receiver.poll(0).completed == [7]
-    (job,) = wire.generation_plane.moved
-    assert [(part.remote.tolist(), part.local.tolist()) for part in job.parts] == [
+    (parts,) = wire.generation_plane.read
+    assert [(part.remote.tolist(), part.local.tolist()) for part in parts] == [
         ([11, 12, 13], [21, 22, 23]),
         ([42, 43], [52, 53]),
     ]
@@ -145,7 +143,7 @@ def test_the_first_contact_asks(make_wire: Callable[..., Wire]) -> None:
 
 
 @pytest.mark.parametrize(
-    "why", ["too many bytes", "not mapped", "taken back", "bounce here", "bounce there", "unsigned loan"]
+    "why", ["too many bytes", "not mapped", "taken back", "bounce here", "bounce there", "nothing lent", "no room"]
 )
 def test_who_cannot_read_at_once_asks(wire: Wire, why: str) -> None:
     tokens = 15
@@ -155,8 +153,10 @@ def test_who_cannot_read_at_once_asks(wire: Wire, why: str) -> None:
         wire.generation_plane.quick_bytes = -1
     elif why == "bounce there":
         object.__setattr__(wire.context, "bounce", SimpleNamespace(gather=lambda job, offered: None))
-    elif why == "unsigned loan":
+    elif why == "nothing lent":
         wire.context_plane.lends = False
+    elif why == "no room":
+        wire.context_plane.lend_error = "there are too many grants"
     handoff = wire.offer(7, tokens=tokens)
     if why == "taken back":
         wire.context_plane.lent.clear()
@@ -180,7 +180,7 @@ def test_what_is_taken_back_during_the_copy_is_asked_for(wire: Wire) -> None:
     wire.generation_plane.during = lambda: wire.context_plane.lent.clear()
     wire.ask(7, handoff)
     wire.generation_plane.during = lambda: None
-    assert not wire.generation_plane.moved
+    assert not wire.generation_plane.read
     assert wire.receiver.poll(0).settled == 0
     ended_usually(wire)
 
@@ -200,9 +200,16 @@ def test_damage_is_not_accepted_and_the_pages_are_asked_for(wire: Wire) -> None:
 @pytest.mark.parametrize(("at_context", "at_generation"), [(3, None), (None, 3), (3, 3)])
 def test_a_pair_checks_when_both_do(wire: Wire, at_context: int | None, at_generation: int | None) -> None:
     with_checksums(wire, at_context, at_generation)
+    seen: list[bool] = []
+    read_lent = wire.generation_plane.read_lent
+
+    def read(*args: Any, summed: bool) -> Any:
+        seen.append(summed)
+        return read_lent(*args, summed=summed)
+
+    wire.generation_plane.read_lent = read
     read_at_once(wire)
-    (job,) = wire.generation_plane.moved
-    assert (job.sums is not None) == (at_context is not None and at_generation is not None)
+    assert seen == [at_context is not None and at_generation is not None]
 
 
 def relent(wire: Wire, transfer_id: int, **changes: Any) -> Any:
@@ -239,7 +246,7 @@ def test_another_loan_than_was_signed_is_refused(wire: Wire) -> None:
     other = encode_pages(np.array([1, 2, 3, 4], dtype=np.int32))
     with pytest.raises(Exception, match="not signed"):
         wire.ask(7, wire.handoff(handoff.ticket.replace(pages, other)))
-    assert not wire.generation_plane.moved
+    assert not wire.generation_plane.read
 
 
 # Taken back, before anything happens to the pages.
@@ -317,7 +324,7 @@ def test_a_new_loan_of_the_same_transfer_is_another_one(wire: Wire) -> None:
     wire.sender.poll(0)
     wire.offer(7, pages=[30, 31, 32, 33])
     wire.ask(7, old)
-    assert not wire.generation_plane.moved, "what the first ticket names is not lent any more"
+    assert not wire.generation_plane.read, "what the first ticket names is not lent any more"
     wire.pump()
     assert wire.receiver.poll(0).failed[0].status == 404
     assert 7 in wire.sender.table.open
@@ -423,7 +430,7 @@ def test_a_second_reading_by_the_same_receiver_is_refused(wire: Wire) -> None:
     wire.ask(7, handoff)
     assert wire.receiver.poll(0).completed == [7]
     wire.ask(7, handoff)
-    assert len(wire.generation_plane.moved) == 1
+    assert len(wire.generation_plane.read) == 1
     wire.pump()
     (failure,) = wire.receiver.poll(0).failed
     assert (failure.status, failure.code) == (403, "ticket_replayed")
@@ -510,16 +517,6 @@ def test_what_was_not_lent_is_not_acknowledged(wire: Wire) -> None:
     assert wire.sender.table.open[7].status.state is SessionState.INIT
 
 
-def test_the_owner_believes_no_larger_numbers_than_it_lent(wire: Wire) -> None:
-    wire.offer(7)
-    token = wire.sender.table.open[7].token
-    ack = ResultAck(transfer_id=7, session=1, status="done", ticket=token, num_pages=1 << 40, num_bytes=1 << 60)
-    before = wire.sender.table.counters.pages, wire.sender.table.counters.nbytes
-    wire.sender.on_ack(wire.ROUTE, ack)
-    counters = wire.sender.table.counters
-    assert (counters.pages - before[0], counters.nbytes - before[1]) == (4, 4 * 256)
-
-
 # Faults, cancels, deaths.
 
 
@@ -528,27 +525,42 @@ def fail_injected() -> None:
 
 
 @pytest.mark.parametrize("point", ["before_request", "during_transfer", "before_ack"])
-def test_an_injected_failure_ends_both_sides(wire: Wire, point: str) -> None:
+def test_a_failure_goes_the_usual_way_and_ends_both_sides_there(wire: Wire, point: str) -> None:
     with injected(f"transceiver.{point}", fail_injected):
         wire.ask(7, wire.offer(7))
-    assert wire.receiver.poll(0).failed == [(7, 502, "transfer_failed", "injected")]
+        assert wire.receiver.borrowing.borrowed_total == 0
+        wire.pump()
+    (failure,) = wire.receiver.poll(0).failed
+    assert failure == (7, 502, "transfer_failed", "injected")
     wire.pump()
-    assert wire.sender.poll(0).cancelled == [7]
+    ended = wire.sender.poll(0)
+    assert [failure.id for failure in ended.failed] + ended.cancelled == [7]
     assert wire.released(7) == (1, 1)
     assert not wire.receiver.borrowing.owes
 
 
-def test_a_defect_ends_its_own_transfer_only(wire: Wire, capsys: pytest.CaptureFixture[str]) -> None:
-    def defect() -> None:
+@pytest.mark.parametrize(("point", "times"), [("before_request", 1), ("during_transfer", 2), ("before_ack", 1)])
+def test_the_points_of_a_transfer_are_passed_in_order(wire: Wire, point: str, times: int) -> None:
+    """Before it, between its slices and after the last, and before its acknowledgement."""
+    passed: list[tuple[int, int]] = []
+    handoff = wire.offer(7)
+    with injected(
+        f"transceiver.{point}", lambda: passed.append((len(wire.generation_plane.read), len(wire.to_context)))
+    ):
+        wire.ask(7, handoff)
+    assert passed == [(int(point == "before_ack"), 0)] * times
+    assert wire.receiver.poll(0).completed == [7]
+
+
+def test_a_defect_costs_its_own_loan_only(wire: Wire, capsys: pytest.CaptureFixture[str]) -> None:
+    def defect(*_args: Any, **_options: Any) -> None:
         raise RuntimeError("a defect")
 
-    handoff = wire.offer(7)
-    wire.generation_plane.during = defect
-    wire.ask(7, handoff)
-    wire.generation_plane.during = lambda: None
-    assert wire.receiver.poll(0).failed[0].code == "transfer_failed"
-    wire.pump()
-    assert wire.sender.poll(0).cancelled == [7]
+    read_lent = wire.generation_plane.read_lent
+    wire.generation_plane.read_lent = defect
+    wire.ask(7, wire.offer(7))
+    wire.generation_plane.read_lent = read_lent
+    ended_usually(wire)
     read_at_once(wire, 8)
 
 
@@ -557,7 +569,7 @@ def test_a_cancel_before_it_was_opened_reads_nothing(wire: Wire) -> None:
     wire.receiver.on_cancel(wire.ENDPOINT, SimpleNamespace(transfer_id=7, session=0))
     wire.ask(7, handoff)
     assert wire.receiver.poll(0).cancelled == [7]
-    assert not wire.generation_plane.moved
+    assert not wire.generation_plane.read
     wire.pump()
     assert wire.sender.poll(0).cancelled == [7]
 
@@ -567,7 +579,7 @@ def test_an_owner_that_is_over_lends_nothing(wire: Wire) -> None:
     wire.receiver.peer_dead("context", 1, certain=False)
     wire.ask(7, handoff)
     assert wire.receiver.poll(0).failed[0].code == "peer_dead"
-    assert not wire.generation_plane.moved
+    assert not wire.generation_plane.read
 
 
 def test_a_copy_that_was_whole_outlives_its_owner(wire: Wire) -> None:
@@ -590,18 +602,16 @@ def test_a_death_during_a_copy_that_cannot_be_used_fails_at_once(wire: Wire) -> 
     assert wire.leases["generation", 7].released == 1
 
 
-def test_a_stop_during_the_copy_frees_both_sides(wire: Wire) -> None:
+def test_an_open_transfer_is_not_read_again(wire: Wire) -> None:
+    """The pages of the second lease are its caller's, who hears that there is an open one."""
     handoff = wire.offer(7)
-
-    def cancelled_elsewhere() -> None:
-        assert not wire.receiver.cancel(7), "it is being written"
-
-    wire.generation_plane.during = cancelled_elsewhere
+    wire.generation_plane.quick_bytes = -1
     wire.ask(7, handoff)
-    assert wire.receiver.poll(0).cancelled == [7]
-    wire.pump()
-    assert wire.sender.poll(0).cancelled == [7]
-    assert wire.released(7) == (1, 1)
+    wire.generation_plane.quick_bytes = 4 * 256
+    with pytest.raises(ValueError, match="open already"):
+        wire.ask(7, handoff)
+    assert not wire.generation_plane.read
+    ended_usually(wire)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -696,34 +706,23 @@ def test_lent_pages_and_their_sums_go_together(held: list[int], data: st.DataObj
     kept = data.draw(st.lists(st.booleans(), min_size=len(held) - first, max_size=len(held) - first))
     wanted = np.array([5 + i if keep else -1 for i, keep in enumerate(kept)], dtype=np.int32)
     same = layout(1)
-    pairing = Pairing(same, plan_routes(same, same))
     ids = np.array(held, dtype=np.int32)
     sums = page_sums(Checksums(7), same, [ids])  # type: ignore[arg-type]
     loan = Loan(access=b"", pages=[encode_pages(ids)], checksums=sums)
     expected = [page for page, keep in zip(held[first:], kept, strict=True) if keep]
-    if any(page < 0 for page in expected):
-        with pytest.raises(MissingPageError):
-            lent_sources(loan, pairing, [first], [wanted])
-        return
-    (source,) = lent_sources(loan, pairing, [first], [wanted])
-    assert source.ids.tolist() == expected
-    (theirs,) = lent_sums(loan, pairing, [first], [wanted])
-    assert np.frombuffer(theirs, "<u8").tolist() == [7 * page for page in expected]
+    local = only_pages(wanted)
+    (part,) = lent_parts(loan, same, [first], [wanted], [local])
+    assert part.remote.tolist() == expected
+    assert part.local.tolist() == [page for page in wanted.tolist() if page >= 0]
+    (theirs,) = lent_sums(loan, [first], [wanted])
+    assert np.frombuffer(theirs, "<u8").tolist() == [max(0, 7 * page) for page in expected]
 
 
-def test_unequal_layouts_read_on_loan_without_checksums_only(make_wire: Callable[..., Wire]) -> None:
-    """Two heads at the owner, one of them at the receiver: the owner's sums are of whole pages."""
-    for checks in (False, True):
-        wire = make_wire("pull")
-        wire.pair()
-        for plane in (wire.context_plane, wire.generation_plane):
-            plane.lends, plane.quick_bytes = True, 1 << 20
-        if checks:
-            with_checksums(wire, 3, 3)
-        link = wire.receiver.links.get(wire.ENDPOINT)
-        # What is not known to be equal counts as unequal.
-        link.pairing = link.pairing._replace(layout=msgspec.structs.replace(link.pairing.layout))
-        wire.ask(7, wire.offer(7))
-        assert wire.receiver.borrowing.borrowed_total == (0 if checks else 1)
-        wire.pump()
-        assert wire.receiver.poll(0).completed == [7]
+def test_unequal_layouts_ask(wire: Wire) -> None:
+    """Pieces of pages move between them."""
+    link = wire.receiver.links.get(wire.ENDPOINT)
+    # What is not known to be equal counts as unequal.
+    link.pairing = link.pairing._replace(layout=msgspec.structs.replace(link.pairing.layout))
+    wire.ask(7, wire.offer(7))
+    assert type(wire.to_context[0]) is RequestData
+    ended_usually(wire)

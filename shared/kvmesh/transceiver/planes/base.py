@@ -14,9 +14,22 @@ from numpy.typing import NDArray
 from kvmesh.net.faults import fault_point
 from kvmesh.transceiver.types import PageIds, PeerKey
 
-__all__ = ["LOAN", "DataPlane", "MoveControl", "MoveJob", "MoveStoppedError", "PageSums", "Part", "PlaneError", "Side"]
+__all__ = [
+    "LOAN",
+    "DataPlane",
+    "MoveControl",
+    "MoveJob",
+    "MoveStoppedError",
+    "PageSums",
+    "Part",
+    "PlaneError",
+    "Side",
+    "Sums",
+]
 
 Side = Literal["owner", "receiver"]
+Sums = NDArray[np.uint64]
+"""XXH3-64 of pieces, ``[n]``."""
 
 LOAN: Final = 0
 """Stands for the number of a receiver's session in the grant of pages that were lent; receivers count from 1."""
@@ -184,6 +197,19 @@ class DataPlane(Protocol):
         Returns:
             The ``access`` of such a move; empty where a receiver could not read so quickly, or not tell that it was
             taken back while it read.
+
+        Raises:
+            PlaneError: too much is lent at the moment.
+        """
+
+    def read_lent(self, peer: PeerKey, access: bytes, parts: Sequence[Part], *, summed: bool) -> list[Sums]:
+        """Receiver: copy few pages that :meth:`lend` has given access to; blocks for as long as that takes.
+
+        Returns:
+            By part the checksums of what was written, if they are asked for.
+
+        Raises:
+            PlaneError: the owner has taken them back by the end of it, or they cannot be reached.
         """
 
     def stands(self, peer: PeerKey, access: bytes) -> bool:

@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from kvmesh.transceiver.planes.base import LOAN, MoveJob, Part, PlaneError, Side
+from kvmesh.transceiver.planes.base import LOAN, MoveJob, Part, PlaneError, Side, Sums
 from kvmesh.transceiver.planes.builtin_memfd import MappedPools, MemfdDescriptor, describe_pools
 from kvmesh.transceiver.planes.builtin_tcp import KEY_BYTES, PageClient, PageServer, PoolViews
 from kvmesh.transceiver.planes.grant_words import GrantBoard
@@ -109,6 +109,13 @@ class BuiltinPlane:
         if self._board is None or self._memfd is None or nbytes > QUICK_BYTES:
             return b""
         return self._board.grant(transfer_id, LOAN)
+
+    def read_lent(self, peer: PeerKey, access: bytes, parts: Sequence[Part], *, summed: bool) -> list[Sums]:
+        """See :meth:`DataPlane.read_lent`."""
+        known = self._attached.get(peer)
+        if not isinstance(known, MappedPools):
+            raise PlaneError(f"the memory of {peer} is not mapped")
+        return known.read_lent(access, parts, summed=summed)
 
     def stands(self, peer: PeerKey, access: bytes) -> bool:
         """See :meth:`DataPlane.stands`."""

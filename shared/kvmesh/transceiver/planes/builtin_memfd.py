@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmesh.kernels import ops
+from kvmesh.net.faults import fault_point
 from kvmesh.transceiver.liveness import ProcessIdentity
-from kvmesh.transceiver.planes.base import MoveJob, PlaneError
+from kvmesh.transceiver.planes.base import MoveJob, Part, PlaneError, Sums
 from kvmesh.transceiver.planes.grant_words import GRANT_BYTES, GrantBoard, check_grant, grant_stands
 from kvmesh.transceiver.planes.pieces import check_remote, piece_slices
 from kvmesh.transceiver.types import PoolMemory
@@ -86,7 +87,7 @@ class MappedPools:
             raise PlaneError("the peer runs on another host or in another process id namespace")
         if descriptor.grants is None:
             raise PlaneError("the peer's memory is not granted to readers")
-        self._grants = memoryview(map_pool(descriptor.process.pid, descriptor.grants)).cast("Q")
+        self._grants = map_pool(descriptor.process.pid, descriptor.grants).data.cast("Q")
         self._pools = pools
         self._remote = descriptor.pools
         self._maps: list[NDArray[np.uint8]] = [map_pool(descriptor.process.pid, pool) for pool in descriptor.pools]
@@ -98,7 +99,32 @@ class MappedPools:
         Raises:
             PlaneError: there can be no such grant.
         """
-        return grant_stands(self._grants, access[-GRANT_BYTES:])
+        return grant_stands(self._grants, access)
+
+    def read_lent(self, access: bytes, parts: Sequence[Part], *, summed: bool) -> list[Sums]:
+        """See :meth:`DataPlane.read_lent`."""
+        check_grant(self._grants, access)
+        check_remote(parts, self._remote)
+        sums: list[Sums] = []
+        for part in parts:
+            fault_point("transceiver.during_transfer")
+            local = self._pools[part.local_pool]
+            arguments = (
+                local.address,
+                part.local,
+                self._addresses[part.remote_pool],
+                part.remote,
+                part.nbytes,
+                local.page_bytes,
+                self._remote[part.remote_pool].page_bytes,
+            )
+            if summed:
+                sums.append(ops.copy_pages_checksummed(*arguments))
+            else:
+                ops.copy_pages(*arguments)
+        fault_point("transceiver.during_transfer")
+        check_grant(self._grants, access)
+        return sums
 
     def pull(self, job: MoveJob) -> int:
         """Copy the pieces of ``job`` into this process's pools; see :meth:`DataPlane.move`.

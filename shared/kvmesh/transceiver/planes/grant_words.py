@@ -117,4 +117,4 @@ def grant_stands(words: memoryview[int], access: bytes) -> bool:
     slot, word = _GRANT.unpack(access)
     if slot >= len(words):
         raise PlaneError(f"grant {slot} of {len(words)} is referred to")
-    return words[slot] == word
+    return bool(words[slot] == word)

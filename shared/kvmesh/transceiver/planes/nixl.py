@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.borders import isolated
-from kvmesh.transceiver.planes.base import MoveControl, MoveJob, MoveStoppedError, Part, PlaneError, Side
+from kvmesh.transceiver.planes.base import MoveControl, MoveJob, MoveStoppedError, Part, PlaneError, Side, Sums
 from kvmesh.transceiver.planes.nixl_agent import load_nixl, nixl_errors
 from kvmesh.transceiver.planes.pieces import check_remote, piece_slices
 from kvmesh.transceiver.types import PageIds, PeerKey, PoolMemory
@@ -167,6 +167,17 @@ class NixlPlane:
     def lend(self, transfer_id: int, nbytes: int) -> bytes:  # noqa: ARG002
         """Nothing can be read unasked."""
         return b""
+
+    def read_lent(
+        self,
+        peer: PeerKey,  # noqa: ARG002
+        access: bytes,  # noqa: ARG002
+        parts: Sequence[Part],  # noqa: ARG002
+        *,
+        summed: bool,  # noqa: ARG002
+    ) -> list[Sums]:
+        """Nothing was lent."""
+        raise PlaneError("nothing is lent on this plane")
 
     def stands(self, peer: PeerKey, access: bytes) -> bool:  # noqa: ARG002
         """Nothing was lent."""

@@ -15,7 +15,7 @@ from typing import Final, Literal
 import msgspec
 
 from kvmesh.transceiver.channels.base import Channel, Region
-from kvmesh.transceiver.planes.base import MoveJob, Part, PlaneError, Side
+from kvmesh.transceiver.planes.base import MoveJob, Part, PlaneError, Side, Sums
 from kvmesh.transceiver.staged.admission import AdmissionGate
 from kvmesh.transceiver.staged.attachments import Attachments
 from kvmesh.transceiver.staged.client import PieceClient
@@ -152,6 +152,17 @@ class StagedPlane:
     def lend(self, transfer_id: int, nbytes: int) -> bytes:  # noqa: ARG002
         """Nothing can be read unasked."""
         return b""
+
+    def read_lent(
+        self,
+        peer: PeerKey,  # noqa: ARG002
+        access: bytes,  # noqa: ARG002
+        parts: Sequence[Part],  # noqa: ARG002
+        *,
+        summed: bool,  # noqa: ARG002
+    ) -> list[Sums]:
+        """Nothing was lent."""
+        raise PlaneError("nothing is lent on this plane")
 
     def stands(self, peer: PeerKey, access: bytes) -> bool:  # noqa: ARG002
         """Nothing was lent."""
