@@ -23,7 +23,7 @@ __all__ = ["Answers", "PublisherStatistics"]
 SHARE = 0.2
 """Of a processor, for all answers together."""
 
-AT_ONCE_S = 2.0
+AT_ONCE_S = 5.0
 """Of a processor's time, after a rest: readers that begin at the same time are answered at once."""
 
 MAX_WAITING = 1024
