@@ -28,8 +28,12 @@ COMMA := ,
 SUFFIX := $(if $(EXTRAS),-$(subst $(COMMA),-,$(EXTRAS)))
 ENGINE := $(VENV)/.engine$(SUFFIX)
 DEV := $(VENV)/.dev$(SUFFIX)
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --progress-bar on --disable-pip-version-check \
+PIP_INSTALL := $(BIN)/python -m pip install --progress-bar off --disable-pip-version-check \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --constraint constraints.txt
+# Of what pip says, signs of life: what is large, and the end.
+TERSE := sed -un -e 's/^ *Downloading \([^ /]*\) (\([0-9.]* [MG]B\))/  fetching \1, \2/p' \
+	-e 's/^ *Downloading .*\/\([^ /]*\) (\([0-9.]* [MG]B\))/  fetching \1, \2/p' \
+	-e 's/^Installing collected packages.*/  installing them/p'
 
 # What the install is made from: the native library is built by the install itself.
 NATIVE := $(shell find gpu_kernels -name '*.cpp' -o -name '*.cc' -o -name '*.c' -o -name '*.cu' -o -name '*.h' \
@@ -145,13 +149,17 @@ $(VENV)/.pip: | check
 	@touch $@
 
 $(ENGINE): $(INSTALLED_FROM) | $(VENV)/.pip
-	@echo "installing: compiles the native code and fetches torch; some minutes the first time"
-	@$(PIP_INSTALL) --editable '.[engine$(addprefix $(COMMA),$(EXTRAS))]'
+	@echo "compiling the native code; some minutes the first time"
+	@$(BIN)/python gpu_kernels/kvmesh/kernels/build.py --progress
+	@echo "installing torch and other packages"
+	@$(PIP_INSTALL) --editable '.[engine$(addprefix $(COMMA),$(EXTRAS))]' | $(TERSE)
 	@touch $@
 
 $(DEV): $(INSTALLED_FROM) | $(VENV)/.pip
-	@echo "installing with everything for development; some minutes the first time"
-	@$(PIP_INSTALL) --editable '.[engine,dev,bench$(addprefix $(COMMA),$(EXTRAS))]'
+	@echo "compiling the native code; some minutes the first time"
+	@$(BIN)/python gpu_kernels/kvmesh/kernels/build.py --progress
+	@echo "installing torch, and everything for development"
+	@$(PIP_INSTALL) --editable '.[engine,dev,bench$(addprefix $(COMMA),$(EXTRAS))]' | $(TERSE)
 	@touch $@ $(ENGINE)
 
 # Name everything that is missing at once, with the command that installs it.

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,11 +68,12 @@ class Unit:
     target: Path
 
 
-def build_cpu(*, force: bool = False) -> list[Path]:
+def build_cpu(*, force: bool = False, tell: Callable[[str], object] | None = None) -> list[Path]:
     """Build the CPU library and the CPython extension in place, when their sources changed.
 
     Args:
         force: Compile again even when nothing changed.
+        tell: Called with a line each time that another tenth is compiled.
 
     Returns:
         The two shared objects.
@@ -91,7 +92,7 @@ def build_cpu(*, force: bool = False) -> list[Path]:
     with _build_lock():
         if force:
             shutil.rmtree(BUILD / "objects", ignore_errors=True)
-        _compile(compiler, [*library_units, *extension_units])
+        _compile(compiler, [*library_units, *extension_units], tell)
         _link(compiler, library_units, CPU_LIBRARY)
         _link(compiler, extension_units, EXTENSION)
         _prune([*library_units, *extension_units])
@@ -195,7 +196,7 @@ def _tree_digest(compiler: str) -> str:
     return digest.hexdigest()
 
 
-def _compile(compiler: str, units: Iterable[Unit]) -> None:
+def _compile(compiler: str, units: Iterable[Unit], tell: Callable[[str], object] | None) -> None:
     missing = [unit for unit in units if not unit.target.is_file()]
     (BUILD / "objects").mkdir(parents=True, exist_ok=True)
 
@@ -205,7 +206,9 @@ def _compile(compiler: str, units: Iterable[Unit]) -> None:
         partial.replace(unit.target)
 
     with ThreadPoolExecutor(os.cpu_count()) as executor:
-        list(executor.map(compile_one, missing))
+        for number, _ in enumerate(executor.map(compile_one, missing), 1):
+            if tell is not None and number * 10 // len(missing) > (number - 1) * 10 // len(missing):
+                tell(f"compiled {number} of {len(missing)} native files")
 
 
 def _link(compiler: str, units: Sequence[Unit], library: Path) -> None:
@@ -243,20 +246,27 @@ def _run(command: Sequence[str]) -> None:
         raise BuildError(msg)
 
 
+def _tell(line: str) -> None:
+    sys.stdout.write(f"  {line}\n")
+    sys.stdout.flush()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the build from the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m kvmesh.kernels.build", description="Build KVMesh's native code.")
     parser.add_argument("--force", action="store_true", help="compile again even when nothing changed")
     parser.add_argument("--cuda", action="store_true", help="also build the CUDA library with nvcc")
+    parser.add_argument("--progress", action="store_true", help="say how far it is, and nothing else")
     options = parser.parse_args(argv)
     try:
-        built = build_cpu(force=options.force)
+        built = build_cpu(force=options.force, tell=_tell if options.progress else None)
         if options.cuda:
             built.append(build_cuda(force=options.force))
     except BuildError as error:
         sys.stderr.write(f"kvmesh: {error}\n")
         return 1
-    sys.stdout.writelines(f"{path}\n" for path in built)
+    if not options.progress:
+        sys.stdout.writelines(f"{path}\n" for path in built)
     return 0
 
 

@@ -7,7 +7,7 @@ import difflib
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, NoReturn, Protocol, cast
 
 from kvmesh.cli.errors import UserError, user_errors
 from kvmesh.protocol.version import package_version
@@ -55,6 +55,14 @@ USER_ERROR = 2
 """Exit status when what was asked for cannot be done as it stands."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; the list of all flags would hide it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with :data:`USER_ERROR`."""
+        self.exit(USER_ERROR, f"{self.prog}: {message}; '{self.prog} --help' lists what there is\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the ``kvmesh`` script."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -64,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = COMMANDS[name]
     # Only this command's module is imported: 'kvmesh model path' must not pay for an HTTP stack or a tensor library.
     module = cast("CommandModule", importlib.import_module(command.module))
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"kvmesh {name}",
         description=f"{command.help[0].upper()}{command.help[1:]}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -94,7 +102,7 @@ def _unknown(text: str, parser: argparse.ArgumentParser) -> str:
     flag = text.partition("=")[0]
     known = [option for action in parser._actions for option in action.option_strings]  # noqa: SLF001 - no public list
     near = difflib.get_close_matches(flag, known, n=1)
-    return f"unknown argument {flag!r}" + (f"; did you mean {near[0]}?" if near else "; see --help")
+    return f"unknown argument {flag!r}" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def _top_level(arguments: list[str]) -> int:

@@ -33,6 +33,8 @@ async def explained(
         given: whether the user named the URL.
     """
     flag = "--url" if wanted == "router" else "--coordinator"
+    if isinstance(error, PeerUnreachableError) and (of_certificates := _with_flags(str(error))) is not None:
+        return UserError(of_certificates)
     if isinstance(error, PeerUnreachableError):
         return UserError(f"{error}; " + (f"check {flag}" if given else "is the mesh up? 'kvmesh up' starts one"))
     if isinstance(error, ApiError) and error.status == 401:
@@ -49,3 +51,9 @@ async def explained(
     return UserError(
         f"{url} is {article} {health.service} server, not a {wanted}; give the {wanted}'s address with {flag}"
     )
+
+
+def _with_flags(text: str) -> str | None:
+    """A sentence about certificates with this command's flags for the settings of services; None for any other."""
+    told = text.replace("(cert_file, key_file)", "(--cert-file, --key-file)").replace("(ca_file)", "(--ca-file)")
+    return None if told == text else told

@@ -68,6 +68,8 @@ class IndexerService(Service):
         self.merged = _merged(settings, self._security)
         path = settings.snapshot_path
         self.snapshots = None if path is None else SnapshotFile(path, self.index, self._index_gate, self._clock)
+        if self.snapshots is not None:
+            self.snapshots.prepare()
         self._scope: anyio.CancelScope | None = None
         self._ended = anyio.Event()
         self._feeds: Feeds | None = None

@@ -12,6 +12,7 @@ import anyio.lowlevel
 import anyio.to_thread
 import msgspec
 
+from kvmesh.config.errors import ConfigError
 from kvmesh.events.feeds.gate import Gate
 from kvmesh.events.index import PrefixIndex, SnapshotError, Source
 from kvmesh.net.clock import Clock
@@ -63,6 +64,21 @@ class SnapshotFile:
         self._clock = clock
         self._writing = anyio.Lock()
         self.statistics = SnapshotStatistics()
+
+    def prepare(self) -> None:
+        """Make the directory.
+
+        Raises:
+            ConfigError: it cannot be made, or not be written to.
+        """
+        directory = self._path.parent
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ConfigError(f"snapshot_path {self._path}: {directory} cannot be made: {reason}") from error
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise ConfigError(f"snapshot_path {self._path}: {directory} cannot be written to")
 
     def read(self) -> Mapping[Source, bytes]:
         """Fill the empty index; gives what :meth:`write` was given. Nothing where there is no file that can be used.

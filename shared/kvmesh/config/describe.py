@@ -15,6 +15,18 @@ WORKER_SECTIONS = ("context", "generation", "aggregated")
 """Of a mesh: a worker's key without a section goes to all of them."""
 
 
+_PLAIN = {
+    "int_parsing": "must be an integer",
+    "int_from_float": "must be an integer",
+    "int_type": "must be an integer",
+    "float_parsing": "must be a number",
+    "float_type": "must be a number",
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+}
+"""What is wrong by pydantic's type of error, where its own words are a programmer's."""
+
+
 def describe(error: ValidationError, layers: Mapping[str, Mapping[str, Any]] | None = None) -> str:
     """Every problem as ``path: what is wrong (from where)``; values are left out, they may be secrets."""
     lines: list[tuple[str, str]] = []
@@ -22,7 +34,7 @@ def describe(error: ValidationError, layers: Mapping[str, Mapping[str, Any]] | N
         # A policy's type is in the location of its fields, but not in what the user wrote.
         path = [str(part) for part in detail["loc"] if part not in POLICY_TYPES]
         sources = _sources(path, layers or {})
-        what = detail["msg"].removeprefix("Value error, ")
+        what = _PLAIN.get(detail["type"]) or detail["msg"].removeprefix("Value error, ")
         if detail["type"] == "literal_error" and f"'{detail['input']}'".lower() in what.lower():
             what += ", in just these letters"
         lines.append((".".join(path), f"{what}{f' (from {sources})' if sources else ''}"))

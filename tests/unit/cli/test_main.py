@@ -76,3 +76,16 @@ def test_commands_do_not_load_torch():
     )
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout
     assert json.loads(output) == []
+
+
+def test_a_wrong_choice_is_one_line(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["transfers", "--state", "fail"])
+    assert exit_.value.code == USER_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("kvmesh transfers: argument --state: invalid choice: 'fail'")
+
+
+def test_a_snapshot_that_cannot_be_written_is_told_at_the_start(capsys):
+    assert main(["indexer", "--port", "0", "--snapshot-path", "/proc/nope/index"]) == USER_ERROR
+    assert "snapshot_path /proc/nope/index: /proc/nope cannot be made: " in capsys.readouterr().err

@@ -143,7 +143,7 @@ def test_every_problem_and_its_source_is_named(write_yaml: Write) -> None:
     with pytest.raises(ConfigError) as caught:
         load_settings(RouterSettings, file, {"KVMESH_MAX_RETRIES": "hunter2"}, {"schedule_style": "sideways"})
     message = str(caught.value)
-    assert f"port: Input should be a valid integer, unable to parse string as an integer (from {file})" in message
+    assert f"port: must be an integer (from {file})" in message
     assert f"context_router.load_weight: Input should be greater than or equal to 0 (from {file})" in message
     assert "max_retries: " in message
     assert "(from the environment)" in message
