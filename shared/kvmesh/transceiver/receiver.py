@@ -1,34 +1,27 @@
 """The receiver's side: asks an owner for the pages that are missing, has them moved and checked, and acknowledges.
 
-Messages are handled on the control thread, slow work (attaching, copying, checksums) on one worker for each owner
-(:mod:`kvmesh.transceiver.pulling`), the rest on the executor's thread.
+This is what the executor's thread does of it. Messages are handled on the control thread
+(:mod:`kvmesh.transceiver.answers`, :mod:`kvmesh.transceiver.owner_lives`), slow work (attaching, copying, checksums) on
+one worker for each owner (:mod:`kvmesh.transceiver.pulling`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvmesh.net.faults import FaultInjectedError, fault_point
 from kvmesh.protocol.disagg import HandOff
-from kvmesh.protocol.transfer import (
-    Aux,
-    CancelSession,
-    HelloReply,
-    Refused,
-    RequestData,
-    ResultAck,
-    TransferResult,
-)
+from kvmesh.protocol.transfer import Aux, RequestData
 from kvmesh.telemetry import get_logger
-from kvmesh.transceiver.arrivals import answer_obstacle
+from kvmesh.transceiver.answers import Answers
 from kvmesh.transceiver.borders import isolated
 from kvmesh.transceiver.borrowing import Borrowing
-from kvmesh.transceiver.handshake import Pairing
-from kvmesh.transceiver.links import Link, Links, LinkState
+from kvmesh.transceiver.links import LinkState
 from kvmesh.transceiver.local import LocalEngine
+from kvmesh.transceiver.owner_lives import OwnerLives
 from kvmesh.transceiver.owners import Decline, Owner, Owners
 from kvmesh.transceiver.precancel import PreCancels
 from kvmesh.transceiver.pulling import Pulling
@@ -51,11 +44,13 @@ class ReceiverSide:
         self.table: SessionTable[ReceiveSession] = SessionTable(
             engine, "generation", on_ended=self._ended, on_released=self._released
         )
-        self.links = Links(engine, on_up=self._link_up, on_down=self._link_down, run_locked=self._run_locked)
         self._owners = Owners(engine, self._count_refused)
         self._pulling = Pulling(engine, self.table)
-        self.borrowing = Borrowing(engine, self.table)
         self._precancelled = PreCancels(engine.clock)
+        self.borrowing = Borrowing(engine, self.table)
+        self.lives = OwnerLives(engine, self.table, self.borrowing, self._ask)
+        self.links = self.lives.links
+        self.answers = Answers(engine, self.table, self.links, self._pulling, self.borrowing, self._precancelled)
         self._numbers = itertools.count(1)
         self._auxes: dict[int, Aux] = {}
 
@@ -239,150 +234,7 @@ class ReceiverSide:
         with self.table.lock:
             self.table.counters.refused += 1
 
-    def peer_dead(self, instance_id: str, epoch: int, *, certain: bool = True) -> bool:
-        """An owner is gone: ``epoch`` and older lives of it answer nothing any more.
-
-        Args:
-            instance_id: of the owner.
-            epoch: of its latest life that is over.
-            certain: its process has ended, so that it writes no more either. Otherwise it may only stand still, or be
-                cut off, and write again: the links to lives that were asked to write are kept, to hear of their end.
-
-        Returns:
-            Whether no such link is left.
-        """
-        self._engine.fences.end(instance_id, epoch)
-        with self.table.lock:
-            if certain:
-                self._write_no_more(instance_id, epoch)
-            for link in self.links.take_lives(instance_id, epoch):
-                reason = f"{link.peer} ended during the transfer"
-                link.is_fenced = any(one.peer_may_write for one in self._sessions_with(link))
-                if link.is_fenced:
-                    self._link_down(link, "peer_dead", reason)
-                else:
-                    self.links.drop(link, "peer_dead", reason)
-            self.table.notify()
-            return not self.links.take_lives(instance_id, epoch)
-
-    # The control thread.
-
-    def on_reply(self, endpoint: str, reply: HelloReply) -> None:
-        """An owner answers our introduction."""
-        with self.table.lock:
-            self.links.on_reply(endpoint, reply)
-
-    def on_result(self, endpoint: str, result: TransferResult) -> None:
-        """An owner says how a session stands."""
-        with self.table.lock:
-            session = self._find(endpoint, result.transfer_id, result.session)
-            if session is None:
-                self.table.counters.dropped += 1
-                return
-            if result.is_last:
-                session.peer_may_write = False
-            if session.terminal:
-                self.table.notify()  # Its pages may be quiet now.
-            granted = result.status in {"ready", "done"}
-            if session.terminal:
-                if granted:
-                    self._acknowledge(session)
-            elif granted and (obstacle := self._obstacle(session, result)) is not None:
-                self.table.counters.dropped += 1
-                self._log.warning("an answer makes no sense", transfer_id=result.transfer_id, reason=obstacle)
-            elif granted and (obstacle := answer_obstacle(session, result)) is not None:
-                self._fail(session, 502, "bad_aux", f"the owner's answer makes no sense: {obstacle}")
-            elif granted:
-                self._take_granted(session, result)
-            elif result.status == "checksums":
-                self._pulling.take_checksums(session, result)
-            elif result.status == "cancelled":
-                self._apply(session, ReceiveEvent.CANCEL, "cancelled by the page owner")
-            else:
-                self._fail(session, 502, "transfer_failed", result.message or "the page owner reports a failure")
-
-    def on_refused(self, endpoint: str, refused: Refused) -> None:
-        """An owner refuses a request for pages.
-
-        Whether it serves an earlier copy of the same request, its word does not say.
-        """
-        with self.table.lock:
-            self.borrowing.refused(refused.transfer_id, refused.session)
-            session = self._find(endpoint, refused.transfer_id, refused.session)
-            if session is None:
-                self.table.counters.dropped += 1
-                return
-            session.refused = True
-            self._fail(session, refused.status, refused.code, refused.message)
-
-    def on_cancel(self, endpoint: str, cancel: CancelSession) -> None:
-        """An owner wants its pages back."""
-        with self.table.lock:
-            session = self._find(endpoint, cancel.transfer_id, cancel.session)
-            if cancel.session == 0:
-                self._precancelled.remember(cancel.transfer_id)
-            elif session is None:
-                # It is over, and the acknowledgement was lost with a connection.
-                ack = ResultAck(transfer_id=cancel.transfer_id, session=cancel.session, status="cancelled")
-                self._engine.send(endpoint, ack)
-            elif session.terminal and not session.busy:
-                session.acknowledged = False
-                self._acknowledge(session)
-            else:
-                session.control.stop()
-                self._apply(session, ReceiveEvent.CANCEL, "cancelled by the page owner")
-
-    def on_connected(self, endpoint: str) -> None:
-        """The connection to an owner is there."""
-        with self.table.lock:
-            if (link := self.links.get(endpoint)) is not None:
-                link.lost_since_s = None
-                self.borrowing.tell_again(self._engine.clock.monotonic_s(), endpoint)
-
-    def on_disconnected(self, endpoint: str) -> None:
-        """The connection to an owner was lost: answers that it owes us will not come."""
-        with self.table.lock:
-            link = self.links.get(endpoint)
-            if link is None:
-                return
-            if link.is_fenced:
-                # The owner was taken for dead and has closed the connection: now its process has ended, too.
-                self.peer_dead(*link.peer)
-                return
-            if link.state is not LinkState.UP:
-                self.links.drop(link, "peer_unreachable", f"{link.peer} at {endpoint} cannot be reached")
-                return
-            link.lost_since_s = link.lost_since_s or self._engine.clock.monotonic_s()
-            for session in self._sessions_of(endpoint):
-                if session.asked and not session.busy:
-                    self._fail(session, 503, "peer_lost", f"the connection to {link.peer} was lost")
-
     # Under the lock.
-
-    def _obstacle(self, session: ReceiveSession, result: TransferResult) -> str | None:
-        """Why a session cannot take this answer now; such an answer is dropped."""
-        state = session.status.state
-        expected = {SessionState.READY, SessionState.TRANSFERRING} if session.next_slice else {SessionState.READY}
-        if state not in expected:
-            return f"{result.status} to a session that is {state.value}"
-        if result.aux is not None and result.aux.finished:
-            return None
-        if self._push != (result.status == "done"):
-            return f"{result.status} on a plane of the other kind"
-        if result.slice_index != session.next_slice:
-            return f"slice {result.slice_index} where {session.next_slice} is expected"
-        return None
-
-    def _take_granted(self, session: ReceiveSession, result: TransferResult) -> None:
-        session.aux = result.aux
-        if result.aux is not None and result.aux.finished:
-            session.num_pages = session.num_bytes = 0
-            self._apply(session, ReceiveEvent.MOVED)
-            self._apply(session, ReceiveEvent.VERIFIED)
-        elif result.status == "ready":
-            self._pulling.start_pull(session, self._pairing_of(session), result)
-        else:
-            self._pulling.start_check(session, self._pairing_of(session), result)
 
     def _ask(self, session: ReceiveSession) -> None:
         try:
@@ -411,12 +263,6 @@ class ReceiverSide:
         # Notifies: a poll that waits has to learn of the new deadline.
         self._apply(session, ReceiveEvent.ASKED)
 
-    def _pairing_of(self, session: ReceiveSession) -> Pairing:
-        link = self.links.get(session.endpoint)
-        assert link is not None
-        assert link.pairing is not None
-        return link.pairing
-
     def _cancel(self, session: ReceiveSession, reason: str) -> None:
         session.control.stop()
         self._apply(session, ReceiveEvent.CANCEL, reason)
@@ -434,34 +280,6 @@ class ReceiverSide:
 
     def _acknowledge(self, session: ReceiveSession) -> None:
         self._pulling.acknowledge(session)
-
-    def _link_up(self, link: Link) -> None:
-        for session in self._sessions_of(link.endpoint):
-            if session.status.state is SessionState.INIT:
-                self._ask(session)
-
-    def _write_no_more(self, instance_id: str, epoch: int) -> None:
-        for session in [*self.table.open.values(), *self.table.quarantine]:
-            peer = session.peer
-            if peer is not None and peer.instance_id == instance_id and peer.epoch <= epoch:
-                session.peer_may_write = False
-
-    def _sessions_with(self, link: Link) -> Iterator[ReceiveSession]:
-        sessions = itertools.chain(self.table.open.values(), self.table.quarantine)
-        return (one for one in sessions if (one.endpoint, one.peer) == (link.endpoint, link.peer))
-
-    def _link_down(self, link: Link, code: str, reason: str) -> None:
-        if link.is_fenced and code == "peer_lost":
-            self._write_no_more(*link.peer)  # Another process has its address.
-        self.borrowing.forget(link.endpoint, link.peer)
-        for session in self._sessions_of(link.endpoint):
-            # A copy from shared memory outlives its owner; one over a socket notices by itself.
-            if session.peer != link.peer:
-                continue
-            if session.busy:
-                session.orphaned = True
-            else:
-                self._fail(session, 503, code, reason)
 
     def _apply_deadlines(self, now_s: float, *, blocking: bool) -> float:
         due_s = self.links.expire(now_s)
@@ -483,20 +301,10 @@ class ReceiverSide:
         with self.table.lock:
             now_s = self._engine.clock.monotonic_s()
             self.borrowing.tell_again(now_s)
-            if self.links.any_lost:
-                in_use = {session.endpoint for session in [*self.table.open.values(), *self.table.quarantine]}
-                self.links.forget_lost(now_s, in_use)
+            self.lives.forget_lost(now_s)
             for session in self.table.quarantine:
                 if session.peer_may_write and session.cancel_is_due(now_s):
                     self._pulling.ask_to_stop(session)
-
-    def _sessions_of(self, endpoint: str) -> list[ReceiveSession]:
-        return [s for s in self.table.open.values() if s.endpoint == endpoint and not s.terminal]
-
-    def _find(self, endpoint: str, transfer_id: int, number: int) -> ReceiveSession | None:
-        wanted = (endpoint, transfer_id, number)
-        candidates = itertools.chain(self.table.open.values(), self.table.quarantine)
-        return next((s for s in candidates if (s.endpoint, s.transfer_id, s.session) == wanted), None)
 
     def _apply(self, session: ReceiveSession, event: ReceiveEvent, reason: str = "") -> None:
         self.table.advance(session, next_receive_status(session.status, event), reason)
@@ -504,7 +312,3 @@ class ReceiverSide:
     def _fail(self, session: ReceiveSession, http_status: int, code: str, message: str) -> None:
         status = next_receive_status(session.status, ReceiveEvent.FAIL)
         self.table.fail(session, status, http_status, code, message)
-
-    def _run_locked(self, action: Callable[[], None]) -> None:
-        with self.table.lock:
-            action()

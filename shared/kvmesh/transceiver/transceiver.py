@@ -357,7 +357,7 @@ class Transceiver:
         Pages that one of them was asked to write stay out of use until it is certain that it does not.
         """
         self._sender.peer_dead(instance_id, epoch)
-        if self._receiver.peer_dead(instance_id, epoch, certain=False):
+        if self._receiver.lives.peer_dead(instance_id, epoch, certain=False):
             self._control.unwatch(instance_id, epoch)
 
     def drain_ledger(self) -> list[LedgerEvent]:
@@ -460,28 +460,28 @@ class Transceiver:
             return
         match message:
             case HelloReply():
-                self._receiver.on_reply(route, message)
+                self._receiver.lives.on_reply(route, message)
             case TransferResult():
-                self._receiver.on_result(route, message)
+                self._receiver.answers.on_result(route, message)
             case Refused():
-                self._receiver.on_refused(route, message)
+                self._receiver.answers.on_refused(route, message)
             case CancelSession():
-                self._receiver.on_cancel(route, message)
+                self._receiver.answers.on_cancel(route, message)
             case _:
                 self._control.dropped_total += 1
 
     def on_connected(self, endpoint: str) -> None:
         """See :class:`kvmesh.transceiver.control.ControlHandler`."""
-        self._receiver.on_connected(endpoint)
+        self._receiver.lives.on_connected(endpoint)
 
     def on_disconnected(self, endpoint: str) -> None:
         """See :class:`kvmesh.transceiver.control.ControlHandler`."""
-        self._receiver.on_disconnected(endpoint)
+        self._receiver.lives.on_disconnected(endpoint)
 
     def on_process_ended(self, peer: PeerKey) -> None:
         """See :class:`kvmesh.transceiver.control.ControlHandler`."""
         self._sender.peer_dead(*peer)
-        self._receiver.peer_dead(*peer)
+        self._receiver.lives.peer_dead(*peer)
 
     def _check_alive(self) -> None:
         if (error := self._control.error or self._workers.error) is not None:

@@ -327,10 +327,10 @@ class Wire:
         while self.to_generation:
             message = self.to_generation.popleft()
             handler = {
-                HelloReply: self.receiver.on_reply,
-                TransferResult: self.receiver.on_result,
-                Refused: self.receiver.on_refused,
-                CancelSession: self.receiver.on_cancel,
+                HelloReply: self.receiver.lives.on_reply,
+                TransferResult: self.receiver.answers.on_result,
+                Refused: self.receiver.answers.on_refused,
+                CancelSession: self.receiver.answers.on_cancel,
             }[type(message)]
             handler(self.ENDPOINT, message)
         return delivered

@@ -348,7 +348,7 @@ def test_a_cancelled_run_is_not_reused_before_the_owner_is_quiet(
     if quiet == "answers":
         wire.pump()
     else:
-        wire.receiver.peer_dead("context", 1)
+        wire.receiver.lives.peer_dead("context", 1)
     wire.receiver.sweep()
     assert wire.generation.bounce.receive_used_bytes == 0
 

@@ -149,7 +149,7 @@ def test_a_cancel_that_comes_before_the_offer_is_remembered(wire: Wire) -> None:
 
 
 def test_a_cancel_that_comes_before_the_receive_session_is_remembered(wire: Wire) -> None:
-    wire.receiver.on_cancel(wire.ENDPOINT, CancelSession(transfer_id=7))
+    wire.receiver.answers.on_cancel(wire.ENDPOINT, CancelSession(transfer_id=7))
     wire.ask(7, wire.offer(7))
     assert not any(isinstance(message, str) for message in wire.to_context)
     assert wire.receiver.poll(0).cancelled == [7]

@@ -52,7 +52,7 @@ def test_the_death_of_another_life_or_engine_changes_nothing(wire: Wire, instanc
     wire.ask(7, wire.offer(7))
     wire.deliver_to_context()
     wire.sender.peer_dead(instance, epoch)
-    wire.receiver.peer_dead(instance, epoch)
+    wire.receiver.lives.peer_dead(instance, epoch)
     wire.pump()
     assert wire.receiver.poll(0).completed == [7]
     assert wire.sender.poll(0).completed == [7]
@@ -66,7 +66,7 @@ def test_an_offer_outlives_the_death_of_a_receiver_that_never_asked(wire: Wire) 
 
 def test_a_dead_owner_fails_what_waits_for_it(wire: Wire) -> None:
     wire.ask(7, wire.offer(7))
-    wire.receiver.peer_dead("context", 1)
+    wire.receiver.lives.peer_dead("context", 1)
     (failure,) = wire.receiver.poll(0).failed
     assert (failure.status, failure.code) == (503, "peer_dead")
     assert wire.leases["generation", 7].released == 1, "a dead owner writes no more"
@@ -78,7 +78,7 @@ def test_a_copy_from_shared_memory_outlives_its_owner(pull: Wire) -> None:
     pull.deliver_to_context()
     pull.context.workers.run()
     pull.deliver_to_generation()
-    pull.receiver.peer_dead("context", 1)
+    pull.receiver.lives.peer_dead("context", 1)
     assert pull.receiver.poll(0)[:4] == ([], [], [], [])
     pull.generation.workers.run()
     assert pull.receiver.poll(0).completed == [7]
@@ -93,7 +93,7 @@ def test_a_copy_without_its_owners_checksums_is_not_accepted(pull: Wire) -> None
     pull.deliver_to_context()
     pull.context.workers.run()
     pull.deliver_to_generation()
-    pull.receiver.peer_dead("context", 1)
+    pull.receiver.lives.peer_dead("context", 1)
     pull.generation.workers.run()
     (failure,) = pull.receiver.poll(0).failed
     assert (failure.status, failure.code) == (503, "peer_dead")
@@ -108,7 +108,7 @@ def test_quarantined_pages_return_when_the_writer_is_known_dead(push: Wire) -> N
         push.clock.advance(1)
         push.receiver.sweep()
     assert push.leases["generation", 7].released == 0
-    push.receiver.peer_dead("context", 1)
+    push.receiver.lives.peer_dead("context", 1)
     push.receiver.sweep()
     assert push.leases["generation", 7].released == 1
     assert push.receiver.cancel(7)
@@ -119,7 +119,7 @@ def test_pages_of_a_writer_that_may_only_stand_still_are_kept(push: Wire, ending
     """Taken for dead because its lease ran out, it may go on with what it was asked to write."""
     push.ask(7, push.offer(7))
     push.deliver_to_context()
-    assert not push.receiver.peer_dead("context", 1, certain=False)
+    assert not push.receiver.lives.peer_dead("context", 1, certain=False)
     assert push.receiver.poll(0).failed[0].code == "peer_dead", "the request does not wait"
     for _ in range(100):
         push.clock.advance(1)
@@ -132,9 +132,9 @@ def test_pages_of_a_writer_that_may_only_stand_still_are_kept(push: Wire, ending
     if ending == "answers":
         push.pump()
     elif ending == "process":
-        assert push.receiver.peer_dead("context", 1)
+        assert push.receiver.lives.peer_dead("context", 1)
     elif ending == "connection":
-        push.receiver.on_disconnected(push.ENDPOINT)
+        push.receiver.lives.on_disconnected(push.ENDPOINT)
     else:
         push.receiver.links.obtain(push.ENDPOINT, PeerKey("context", 2))
     push.receiver.sweep()
@@ -146,7 +146,7 @@ def test_pages_of_a_writer_that_may_only_stand_still_are_kept(push: Wire, ending
 def test_where_nobody_writes_a_dead_lease_is_enough(pull: Wire) -> None:
     pull.ask(7, pull.offer(7))
     pull.deliver_to_context()
-    assert pull.receiver.peer_dead("context", 1, certain=False)
+    assert pull.receiver.lives.peer_dead("context", 1, certain=False)
     assert pull.receiver.poll(0).failed[0].code == "peer_dead"
     assert pull.leases["generation", 7].released == 1
     assert len(pull.receiver.links) == 0
@@ -155,13 +155,13 @@ def test_where_nobody_writes_a_dead_lease_is_enough(pull: Wire) -> None:
 def test_a_lost_connection_fails_what_waits_for_an_answer(wire: Wire) -> None:
     wire.ask(7, wire.offer(7))
     wire.to_context.clear()
-    wire.receiver.on_disconnected(wire.ENDPOINT)
+    wire.receiver.lives.on_disconnected(wire.ENDPOINT)
     (failure,) = wire.receiver.poll(0).failed
     assert (failure.status, failure.code) == (503, "peer_lost")
     writes = wire.generation_plane.direction == "push"
     assert wire.leases["generation", 7].released == (0 if writes else 1)
     # It is back: the owner hears that it is over, and a new transfer needs no new introduction.
-    wire.receiver.on_connected(wire.ENDPOINT)
+    wire.receiver.lives.on_connected(wire.ENDPOINT)
     wire.pump()
     wire.receiver.sweep()
     assert wire.leases["generation", 7].released == 1
@@ -174,14 +174,14 @@ def test_a_lost_connection_fails_what_waits_for_an_answer(wire: Wire) -> None:
 def test_a_connection_that_is_refused_fails_at_once(make_wire: Callable[..., Wire]) -> None:
     wire = make_wire("pull")
     wire.ask(7, wire.offer(7))
-    wire.receiver.on_disconnected(wire.ENDPOINT)
+    wire.receiver.lives.on_disconnected(wire.ENDPOINT)
     assert wire.receiver.poll(0).failed[0].code == "peer_unreachable"
-    wire.receiver.on_disconnected(wire.ENDPOINT)
+    wire.receiver.lives.on_disconnected(wire.ENDPOINT)
     assert len(wire.receiver.links) == 0
 
 
 def test_a_lost_connection_that_nobody_needs_is_given_up(pull: Wire) -> None:
-    pull.receiver.on_disconnected(pull.ENDPOINT)
+    pull.receiver.lives.on_disconnected(pull.ENDPOINT)
     pull.clock.advance(LOST_RETENTION_S - 1)
     pull.receiver.sweep()
     assert len(pull.receiver.links) == 1
@@ -196,7 +196,7 @@ def test_a_network_that_is_back_after_minutes_unpins_what_was_read(pull: Wire) -
     pull.deliver_to_context()
     pull.context.workers.run()
     pull.to_generation.clear()
-    pull.receiver.on_disconnected(pull.ENDPOINT)
+    pull.receiver.lives.on_disconnected(pull.ENDPOINT)
     assert pull.receiver.poll(0).failed[0].code == "peer_lost"
     pull.to_context.clear()
     pull.clock.advance(600)
@@ -204,7 +204,7 @@ def test_a_network_that_is_back_after_minutes_unpins_what_was_read(pull: Wire) -
     assert pull.receiver.links.get(pull.ENDPOINT) is not None, "still dialled"
     assert pull.sender.sweep() == [7]
     assert not pull.sender.cancel(7)
-    pull.receiver.on_connected(pull.ENDPOINT)
+    pull.receiver.lives.on_connected(pull.ENDPOINT)
     pull.pump()
     assert pull.sender.poll(0).cancelled == [7]
     assert pull.released(7) == (1, 1)
@@ -247,7 +247,7 @@ def test_closing_releases_every_lease_once(wire: Wire) -> None:
 def test_a_life_that_is_over_is_not_asked(wire: Wire) -> None:
     """Its ticket may still be under way: whoever brings it hears at once, not at the deadline."""
     handoff = wire.offer(7)
-    wire.receiver.peer_dead("context", 1)
+    wire.receiver.lives.peer_dead("context", 1)
     wire.ask(7, handoff)
     (failure,) = wire.receiver.poll(0).failed
     assert (failure.status, failure.code) == (503, "peer_dead")

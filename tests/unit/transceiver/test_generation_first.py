@@ -490,12 +490,12 @@ def test_slices_out_of_order_are_dropped(push: Wire, early: SimpleNamespace) -> 
     push.context.workers.run()
     first, second = push.to_generation
     push.to_generation.clear()
-    push.receiver.on_result(push.ENDPOINT, second)
+    push.receiver.answers.on_result(push.ENDPOINT, second)
     assert push.receiver.table.counters.dropped == 1
-    push.receiver.on_result(push.ENDPOINT, first)
-    push.receiver.on_result(push.ENDPOINT, first)
+    push.receiver.answers.on_result(push.ENDPOINT, first)
+    push.receiver.answers.on_result(push.ENDPOINT, first)
     assert push.receiver.table.counters.dropped == 2
-    push.receiver.on_result(push.ENDPOINT, second)
+    push.receiver.answers.on_result(push.ENDPOINT, second)
     early.send(push, 3, 4, AUX)
     push.pump()
     assert push.receiver.poll(0).completed == [7]
@@ -611,7 +611,7 @@ def test_the_death_of_the_owner_ends_it(
 ) -> None:
     wire = paired(direction)
     bring_to(wire, early, state)
-    wire.receiver.peer_dead("context", 1)
+    wire.receiver.lives.peer_dead("context", 1)
     [failure] = wire.receiver.poll(0).failed
     assert failure.code == "peer_dead"
     wire.generation.workers.run()

@@ -383,8 +383,8 @@ def test_a_lost_acknowledgement_is_repeated_until_the_owner_has_heard(wire: Wire
 
 def test_a_connection_that_is_back_brings_it_at_once(wire: Wire) -> None:
     ack = owed(wire)
-    wire.receiver.on_disconnected(wire.ENDPOINT)
-    wire.receiver.on_connected(wire.ENDPOINT)
+    wire.receiver.lives.on_disconnected(wire.ENDPOINT)
+    wire.receiver.lives.on_connected(wire.ENDPOINT)
     assert list(wire.to_context) == [ack]
     wire.pump()
     assert wire.sender.poll(0).completed == [7]
@@ -417,7 +417,7 @@ def test_an_owner_that_has_given_up_is_not_told_again(wire: Wire) -> None:
 
 def test_a_dead_owner_is_owed_nothing(wire: Wire) -> None:
     owed(wire)
-    wire.receiver.peer_dead("context", 1)
+    wire.receiver.lives.peer_dead("context", 1)
     assert not wire.receiver.borrowing.owes
     wire.clock.advance(CANCEL_REPEAT_S)
     wire.receiver.sweep()
@@ -566,7 +566,7 @@ def test_a_defect_costs_its_own_loan_only(wire: Wire, capsys: pytest.CaptureFixt
 
 def test_a_cancel_before_it_was_opened_reads_nothing(wire: Wire) -> None:
     handoff = wire.offer(7)
-    wire.receiver.on_cancel(wire.ENDPOINT, SimpleNamespace(transfer_id=7, session=0))
+    wire.receiver.answers.on_cancel(wire.ENDPOINT, SimpleNamespace(transfer_id=7, session=0))
     wire.ask(7, handoff)
     assert wire.receiver.poll(0).cancelled == [7]
     assert not wire.generation_plane.read
@@ -576,7 +576,7 @@ def test_a_cancel_before_it_was_opened_reads_nothing(wire: Wire) -> None:
 
 def test_an_owner_that_is_over_lends_nothing(wire: Wire) -> None:
     handoff = wire.offer(7)
-    wire.receiver.peer_dead("context", 1, certain=False)
+    wire.receiver.lives.peer_dead("context", 1, certain=False)
     wire.ask(7, handoff)
     assert wire.receiver.poll(0).failed[0].code == "peer_dead"
     assert not wire.generation_plane.read
@@ -584,7 +584,7 @@ def test_an_owner_that_is_over_lends_nothing(wire: Wire) -> None:
 
 def test_a_copy_that_was_whole_outlives_its_owner(wire: Wire) -> None:
     handoff = wire.offer(7)
-    wire.generation_plane.during = lambda: wire.receiver.peer_dead("context", 1)
+    wire.generation_plane.during = lambda: wire.receiver.lives.peer_dead("context", 1)
     wire.ask(7, handoff)
     assert wire.receiver.poll(0).completed == [7]
 
@@ -594,7 +594,7 @@ def test_a_death_during_a_copy_that_cannot_be_used_fails_at_once(wire: Wire) -> 
 
     def dies() -> None:
         wire.context_plane.lent.clear()
-        wire.receiver.peer_dead("context", 1)
+        wire.receiver.lives.peer_dead("context", 1)
 
     wire.generation_plane.during = dies
     wire.ask(7, handoff)
@@ -651,9 +651,9 @@ def test_whatever_happens_nothing_is_lost(make_wire: Callable[..., Wire], events
         elif event == "drop":
             wire.to_context.clear()
             wire.to_generation.clear()
-            wire.receiver.on_disconnected(wire.ENDPOINT)
+            wire.receiver.lives.on_disconnected(wire.ENDPOINT)
         elif event == "reconnect":
-            wire.receiver.on_connected(wire.ENDPOINT)
+            wire.receiver.lives.on_connected(wire.ENDPOINT)
         elif event == "owner cancels":
             wire.sender.cancel(7)
         elif event == "receiver cancels":
@@ -677,7 +677,7 @@ def test_whatever_happens_nothing_is_lost(make_wire: Callable[..., Wire], events
                 side.cancel(overdue)
             side.cancel(7)
             side.poll(0)
-        wire.receiver.on_connected(wire.ENDPOINT)
+        wire.receiver.lives.on_connected(wire.ENDPOINT)
         wire.pump()
         wire.clock.advance(CANCEL_REPEAT_S)
     assert wire.leases["context", 7].released == 1

@@ -49,7 +49,7 @@ def over(wire: Wire) -> None:
 )
 def test_an_answer_that_makes_no_sense_fails_the_transfer(wire: Wire, changes: dict[str, Any], says: str) -> None:
     answer = answered(wire)
-    wire.receiver.on_result(wire.ENDPOINT, msgspec.structs.replace(answer, **changes))
+    wire.receiver.answers.on_result(wire.ENDPOINT, msgspec.structs.replace(answer, **changes))
     wire.pump()
     poll = wire.receiver.poll(0)
     assert poll.completed == []
@@ -65,7 +65,7 @@ def test_an_answer_that_makes_no_sense_fails_the_transfer(wire: Wire, changes: d
 )
 def test_pages_that_do_not_fit_fail_the_transfer(pull: Wire, changes: dict[str, Any]) -> None:
     answer = answered(pull)
-    pull.receiver.on_result(pull.ENDPOINT, msgspec.structs.replace(answer, **changes))
+    pull.receiver.answers.on_result(pull.ENDPOINT, msgspec.structs.replace(answer, **changes))
     pull.pump()
     assert "the owner's answer makes no sense" in pull.receiver.poll(0).failed[0].message
     over(pull)
@@ -76,9 +76,9 @@ def test_checksums_of_a_slice_that_is_none_are_dropped(wire: Wire, index: int) -
     answer = answered(wire)
     before = wire.receiver.table.counters.dropped
     senseless = TransferResult(transfer_id=9, session=answer.session, status="checksums", slice_index=index)
-    wire.receiver.on_result(wire.ENDPOINT, senseless)
+    wire.receiver.answers.on_result(wire.ENDPOINT, senseless)
     assert wire.receiver.table.counters.dropped == before + 1
-    wire.receiver.on_result(wire.ENDPOINT, answer)
+    wire.receiver.answers.on_result(wire.ENDPOINT, answer)
     wire.pump()
     assert wire.receiver.poll(0).completed == [9]
     over(wire)
@@ -106,7 +106,7 @@ def test_a_refusal_does_not_say_that_nobody_writes(push: Wire, code: str) -> Non
     refused = Refused(transfer_id=9, session=number, status=403, code=code, message="no")
 
     def during() -> None:
-        push.receiver.on_refused(push.ENDPOINT, refused)
+        push.receiver.answers.on_refused(push.ENDPOINT, refused)
         assert [failure.code for failure in push.receiver.poll(0).failed] == [code]
         push.deliver_to_context()
         push.deliver_to_generation()
@@ -125,7 +125,7 @@ def test_a_refused_receiver_gives_up_nobody_elses_prompt(push: Wire) -> None:
     push.ask(9, push.offer(9))
     number = push.receiver.table.open[9].session
     push.to_context.clear()
-    push.receiver.on_refused(
+    push.receiver.answers.on_refused(
         push.ENDPOINT, Refused(transfer_id=9, session=number, status=404, code="transfer_unknown", message="no")
     )
     assert list(push.to_context) == [CancelSession(transfer_id=9, session=number)]

@@ -392,7 +392,7 @@ def test_pages_whose_checksums_never_come_are_not_accepted(wire: Wire) -> None:
     wire.pump()
     assert wire.receiver.poll(0)[:4] == ([], [], [], [])
     assert wire.generation.ledger.drain()[-1].state == "transferring"
-    wire.receiver.peer_dead("context", 1)
+    wire.receiver.lives.peer_dead("context", 1)
     assert wire.receiver.poll(0).failed[0].code == "peer_dead"
 
 
@@ -412,8 +412,8 @@ def test_answers_to_an_older_session_are_dropped(wire: Wire) -> None:
     wire.deliver_to_context()
     (session,) = wire.receiver.table.open.values()
     old = TransferResult(transfer_id=7, session=session.session - 1, status="failed", message="old")
-    wire.receiver.on_result(wire.ENDPOINT, old)
-    wire.receiver.on_result("tcp://another", msgspec.structs.replace(old, session=session.session))
+    wire.receiver.answers.on_result(wire.ENDPOINT, old)
+    wire.receiver.answers.on_result("tcp://another", msgspec.structs.replace(old, session=session.session))
     assert wire.receiver.table.counters.dropped == 2
     wire.pump()
     assert wire.receiver.poll(0).completed == [7]
@@ -423,7 +423,7 @@ def test_answers_of_the_wrong_kind_or_twice_are_dropped(wire: Wire) -> None:
     wire.ask(7, wire.offer(7))
     (session,) = wire.receiver.table.open.values()
     wrong = "done" if wire.generation_plane.direction == "pull" else "ready"
-    wire.receiver.on_result(
+    wire.receiver.answers.on_result(
         wire.ENDPOINT, TransferResult(transfer_id=7, session=session.session, status=wrong, src_pages=[b"\0" * 16])
     )
     assert wire.receiver.table.counters.dropped == 1
