@@ -62,6 +62,7 @@ POD_LABELS: Schema = {
     "patternProperties": {"^app\\.kubernetes\\.io/(name|instance|component)$": {"not": {}}},
 }
 """The chart's own choose the pods of Services and cannot be others."""
+URL_PATH: Schema = {"type": "string", "pattern": "^/"}
 DURATION: Schema = {"type": "string", "pattern": "^([0-9]{1,5}(h|m|s|ms)){1,4}$"}
 """Of the Gateway API."""
 VOLUME_SOURCES = (
@@ -173,8 +174,8 @@ def values_schema() -> Schema:
             etcd=etcd,
             serviceAccount=record(create=FLAG, annotations=TEXT_MAP, existing=record(**accounts)),
             networkPolicy=record(enabled=FLAG, clients=OBJECTS, monitoring=OBJECTS),
-            ingress=record(enabled=FLAG, className=TEXT, annotations=TEXT_MAP, host=TEXT, path=TEXT, tls=OBJECTS),
-            gateway=record(enabled=FLAG, parentRefs=OBJECTS, hostnames=TEXTS, timeout=DURATION),
+            ingress=record(enabled=FLAG, className=TEXT, annotations=TEXT_MAP, host=TEXT, path=URL_PATH, tls=OBJECTS),
+            gateway=record(enabled=FLAG, parentRefs=OBJECTS, hostnames=TEXTS, path=URL_PATH, timeout=DURATION),
             monitoring=record(
                 serviceMonitor=record(enabled=FLAG, labels=TEXT_MAP, interval=TEXT),
                 prometheusRule=monitor,

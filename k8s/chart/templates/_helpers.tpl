@@ -278,7 +278,8 @@ may list these pods could try to guess it (values.schema.json asks for 16 charac
 */}}
 {{- define "kvmesh.secretsInUse" -}}
 {{- $values := (index . 0).Values -}}
-{{- $own := list $values.tls -}}
+{{- /* A certificate with other names or days is taken in as services run. */ -}}
+{{- $own := list (omit $values.tls "extraNames" "days") -}}
 {{- if eq (index . 1) "router" -}}
 {{- $own = append $own $values.apiKeys.existingSecret -}}
 {{- else if has (index . 1) (list "context" "generation") -}}

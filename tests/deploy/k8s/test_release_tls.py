@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import socket
 import ssl
 import urllib.error
 import urllib.request
@@ -12,6 +13,7 @@ from pathlib import Path
 import openai
 import pytest
 import zmq
+from helm_chart import CHART
 from kube_cluster import Cluster
 from kube_release import ANSWER, Release, ask, small_values
 
@@ -140,3 +142,21 @@ def number(address: str, files: Path, name: str) -> float:
     with urllib.request.urlopen(url, timeout=10, context=trusting(files, presenting=True)) as answer:
         lines = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if not line.startswith("#"))
     return float(lines[name])
+
+
+def test_a_certificate_follows_the_names_while_services_run(release: Release, files: Path) -> None:
+    """The same authority signs a new one, and the router serves it without a restart."""
+    before = {pod["metadata"]["uid"] for component in ("router", "context") for pod in release.pods(component)}
+    names = ("--set", "tls.extraNames={more.example}")
+    release.helm("upgrade", release.name, CHART, "-f", release.file, *names, "--wait", "--timeout", "200s")
+    host, _, port = release.address("router").partition(":")
+
+    def served() -> bool:
+        with (
+            socket.create_connection((host, int(port)), timeout=30) as plain,
+            trusting(files, presenting=False).wrap_socket(plain) as connection,
+        ):
+            return ("DNS", "more.example") in (connection.getpeercert() or {}).get("subjectAltName", ())
+
+    release.wait("the router serves the new certificate", served)
+    assert before == {pod["metadata"]["uid"] for component in ("router", "context") for pod in release.pods(component)}

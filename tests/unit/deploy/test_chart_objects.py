@@ -413,6 +413,14 @@ def test_only_who_uses_the_cluster_secret_bears_a_mark_of_it() -> None:
     assert {component for component in one if one[component] != other[component]} == {"context", "generation"}
 
 
+def test_a_renewed_certificate_starts_nobody_anew() -> None:
+    def templates(**tls: Any) -> list[tuple[str, Any]]:
+        chart = render({**DEFAULT, "tls": {"enabled": True, **tls}})
+        return [(component, metadata.get("annotations")) for component, metadata, _ in chart.pods()]
+
+    assert templates() == templates(extraNames=["more.example"], days=90)
+
+
 def test_networks_admit_who_needs_it() -> None:
     chart = render(EVERYTHING, "helm4", *NEW)
     policies = {
@@ -460,9 +468,13 @@ def test_changed_settings_start_new_pods() -> None:
 def test_the_route_leads_to_the_router() -> None:
     chart = render(EVERYTHING, "helm4", *NEW)
     (ingress,) = chart.of_kind("Ingress")
-    backend = ingress["spec"]["rules"][0]["http"]["paths"][0]["backend"]["service"]
+    (place,) = ingress["spec"]["rules"][0]["http"]["paths"]
+    assert (place["path"], place["pathType"]) == ("/v1", "Prefix"), "metrics are not for those who come in that way"
+    backend = place["backend"]["service"]
     service = chart.get("Service", "router")
     assert backend == {"name": service["metadata"]["name"], "port": {"name": service["spec"]["ports"][0]["name"]}}
     (route,) = chart.of_kind("HTTPRoute")
+    (match,) = route["spec"]["rules"][0]["matches"]
+    assert match["path"] == {"type": "PathPrefix", "value": "/v1"}
     (target,) = route["spec"]["rules"][0]["backendRefs"]
     assert target == {"name": service["metadata"]["name"], "port": service["spec"]["ports"][0]["port"]}
