@@ -17,6 +17,7 @@ from kvmesh.coordinator.discovery.source import Source
 from kvmesh.coordinator.etcd import EtcdClient
 from kvmesh.coordinator.ledger import TransferLedger
 from kvmesh.coordinator.ledger_faces import LedgerFaces
+from kvmesh.coordinator.metric_texts import TEXTS
 from kvmesh.coordinator.queries import float_query, int_query
 from kvmesh.coordinator.registry import EpochsUsedUpError, FencedError, MemberRegistry, UnknownMemberError
 from kvmesh.coordinator.state import CoordinatorState
@@ -125,7 +126,7 @@ class CoordinatorService(Service):
         StorageFaces(store, active=self._is_active, check=self._check_storing, stored=self._confirmed).add_routes(
             self.app.router
         )
-        self.metrics.collect_statistics("kvmesh_coordinator", self.statistics)
+        self.metrics.collect_statistics("kvmesh_coordinator", self.statistics, TEXTS)
         self.metrics.collect(KeyMetrics(keys))
 
     async def start(self, tasks: TaskGroup, url: str) -> None:

@@ -29,6 +29,7 @@ from kvmesh.router.cluster import Server
 from kvmesh.router.dialects.base import Outgoing
 from kvmesh.router.endpoints import Endpoints
 from kvmesh.router.http import HttpReply, HttpUpstream, read_body
+from kvmesh.router.metric_texts import TEXTS
 from kvmesh.router.metrics import RouterMetrics
 from kvmesh.router.pipeline import Pipeline, RequestHead
 from kvmesh.router.tokenizing import PromptTokenizer, TextTokenizer
@@ -78,7 +79,7 @@ class RouterService(Service):
         self._exit = contextlib.AsyncExitStack()
         self._router_metrics = RouterMetrics(self.metrics)
         self.parts = build_parts(settings, self._upstream, self._abort, self._clock)
-        self.metrics.collect_statistics("kvmesh_router", self.statistics)
+        self.metrics.collect_statistics("kvmesh_router", self.statistics, TEXTS)
         self.metrics.collect(KeyMetrics(keys))
         routes = self.app.router
         routes.add_post("/v1/completions", self._completions)
