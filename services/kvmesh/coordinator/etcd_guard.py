@@ -28,7 +28,7 @@ ASK_AGAIN_S = 1.0
 ASK_TIMEOUT_S = 2.0
 
 _REFUSED = 1
-_OTHERWISE = ", or start an empty etcd (docs/kubernetes.md, Upgrades)"
+_OTHERWISE = ", or start an empty etcd (docs/kubernetes.md, etcd)"
 
 Members = Mapping[str, str]
 """Peer URL by name."""
