@@ -29,7 +29,7 @@ from kvmesh.transceiver.runs import encode_pages, only_pages
 from kvmesh.transceiver.sessions import ReceiveSession
 from kvmesh.transceiver.states import ReceiveEvent, SessionState, next_receive_status
 from kvmesh.transceiver.table import SessionTable
-from kvmesh.transceiver.types import PageLease, PeerKey, TransferPoll, TransferSize
+from kvmesh.transceiver.types import PageIds, PageLease, PeerKey, TransferPoll, TransferSize
 
 __all__ = ["ReceiverSide"]
 
@@ -113,8 +113,14 @@ class ReceiverSide:
         if len(first_block) != engine.num_groups:
             raise ValueError(f"first blocks of {len(first_block)} layer groups for a layout of {engine.num_groups}")
         pages = engine.leased_pages(lease, owner.num_tokens)
-        wanted = [ids[first:] for ids, first in zip(pages, first_block, strict=True)]
-        local = [only_pages(ids) for ids in wanted]
+        wanted: list[PageIds] = []
+        local: list[PageIds] = []
+        num_pages = num_bytes = 0
+        for ids, first, group in zip(pages, first_block, engine.layout.groups, strict=True):
+            wanted.append(ids[first:] if first else ids)
+            local.append(only_pages(wanted[-1]))
+            num_pages += len(local[-1])
+            num_bytes += len(local[-1]) * group.page_bytes
         session = ReceiveSession(
             transfer_id=transfer_id,
             request_id=request_id,
@@ -129,8 +135,8 @@ class ReceiverSide:
             first_block=list(first_block),
             wanted=wanted,
             local=local,
-            num_pages=sum(map(len, local)),
-            num_bytes=sum(len(ids) * engine.page_bytes(group) for group, ids in enumerate(local)),
+            num_pages=num_pages,
+            num_bytes=num_bytes,
         )
         self.table.check_new(transfer_id)
         is_borrowed = owner.loan is not None and self._may_borrow(session) and self.borrowing.read(session, owner.loan)

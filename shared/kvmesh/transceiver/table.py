@@ -146,7 +146,8 @@ class SessionTable(Generic[S]):
                 # Ended sessions are collected first: at the exact deadline an end that was seen wins.
                 self._collect(poll)
                 due_s = on_pass(poll, now_s)
-                self._collect(poll)
+                if self.open:
+                    self._collect(poll)
                 if poll.settled >= target or now_s >= end_s or not undisturbed:
                     self._release()
                     return poll
