@@ -135,7 +135,7 @@ struct Source {
   int64_t unready = 0;             // blocks that would be ready further if the one before were
   Map<uint32_t> twins;
   Map<Digest> digests;
-  static constexpr size_t kMaxDoubtful = 65536;
+  static constexpr size_t kMaxDoubtful = 8192;
   Hashes doubtful;
   bool doubts_all = false;  // there were more
   std::vector<int64_t> ignored_groups;
