@@ -16,7 +16,7 @@ from kvmesh.coordinator.storage import MemoryStore
 from kvmesh.net.auth import ApiKeys
 from kvmesh.net.clock import Clock, SystemClock
 from kvmesh.net.service import run_service
-from kvmesh.net.tls import Tls
+from kvmesh.net.tls import Tls, TlsError
 from kvmesh.telemetry import configure_logging
 
 __all__ = ["build", "run"]
@@ -62,8 +62,11 @@ def _etcd_client(settings: CoordinatorSettings) -> EtcdClient | None:
 
 def _for_etcd(settings: CoordinatorSettings) -> Tls:
     """The client's TLS towards etcd, which is no service of the mesh: its certificate bears its own name."""
-    if settings.etcd_tls is not None:
-        return Tls(settings.etcd_tls.as_client(), serves=False)
+    if settings.etcd_tls.stated:
+        try:
+            return Tls(settings.etcd_tls.as_client(), serves=False)
+        except TlsError as error:
+            raise TlsError(str(error).replace("tls.", "etcd_tls.", 1)) from error
     return Tls(settings.tls.model_copy(update={"server_name": None}))
 
 

@@ -29,7 +29,7 @@ class CoordinatorSettings(ServiceSettings):
     """Members of an etcd cluster, ``HOST:PORT``, ``etcd://HOST:PORT``, ``http://`` or ``https://``, as a list or with
     commas between. Members and open transfers are kept there, so that they survive the coordinator, and a second one
     with the same list takes over when the first is gone. Unset: in memory only."""
-    etcd_tls: EtcdTlsSettings | None = None
+    etcd_tls: EtcdTlsSettings = Field(default_factory=EtcdTlsSettings)
     """Certificates towards etcd; unset: those of ``tls``, without its ``server_name``."""
     etcd_user: str | None = None
     """User at an etcd whose authentication is on, with ``readwrite`` on the prefix ``/kvmesh/``."""

@@ -75,6 +75,11 @@ class EtcdTlsSettings(StrictModel):
             raise ValueError(f"cert_file and key_file go together; {missing} is missing")
         return self
 
+    @property
+    def stated(self) -> bool:
+        """Whether there is anything in it."""
+        return any(value is not None for value in self.model_dump().values())
+
     def as_client(self) -> TlsSettings:
         """The same in the terms of a service that only asks."""
         return TlsSettings(**self.model_dump())

@@ -13,7 +13,7 @@ from kvmesh.net.client import HttpClient
 from kvmesh.net.discovery import CoordinatorClient, StaticMembership
 from kvmesh.net.http import json_response
 from kvmesh.net.service import Service, serving
-from kvmesh.protocol.members import Load, Member, MemberEvent
+from kvmesh.protocol.members import HeartbeatReply, Load, Member, MemberEvent, RegistrationReply
 from kvmesh.protocol.transfer import LedgerEvent, TransferList
 
 
@@ -198,6 +198,51 @@ async def test_a_client_whose_tasks_were_ended_from_outside_stops_in_silence(coo
             await until(lambda: ids(client) == {"context-0"})
             tasks.cancel_scope.cancel()
         await client.stop()
+
+
+class _SlowCoordinator(Service):
+    """Thinks about a heartbeat until it is told to answer, and knows nobody who has said goodbye."""
+
+    def __init__(self) -> None:
+        super().__init__("coordinator")
+        self.heard: list[str] = []
+        self.answers = anyio.Event()
+        self.app.router.add_post("/members", self._register)
+        self.app.router.add_post("/members/context-0/heartbeat", self._heartbeat)
+        self.app.router.add_delete("/members/context-0", self._leave)
+
+    async def _register(self, _request: web.Request) -> web.Response:
+        self.heard.append("register")
+        return json_response(msgspec.to_builtins(RegistrationReply(epoch=1, lease_s=60.0, revision=1)))
+
+    async def _heartbeat(self, _request: web.Request) -> web.Response:
+        self.heard.append("heartbeat")
+        await self.answers.wait()
+        if "leave" in self.heard:
+            raise web.HTTPNotFound
+        return json_response(msgspec.to_builtins(HeartbeatReply()))
+
+    async def _leave(self, _request: web.Request) -> web.Response:
+        self.heard.append("leave")
+        self.answers.set()
+        return json_response({})
+
+
+async def test_a_goodbye_is_the_last_word():
+    """It waits for the heartbeat that is on its way, which would find itself unknown and register again."""
+    slow = _SlowCoordinator()
+    async with serving(slow) as url, anyio.create_task_group() as tasks:
+        client = CoordinatorClient(url, watch=False)
+        await client.start(tasks)
+        client.announce(member())
+        await until(lambda: slow.heard == ["register"])
+        client.set_draining()
+        await until(lambda: slow.heard == ["register", "heartbeat"])
+        async with anyio.create_task_group() as leaving:
+            leaving.start_soon(client.stop)
+            await anyio.wait_all_tasks_blocked()
+            slow.answers.set()
+        assert slow.heard == ["register", "heartbeat", "leave"]
 
 
 class _Worker(Service):

@@ -60,7 +60,6 @@ def settings(etcd: EtcdServer, client_files: Files) -> dict[str, Any]:
 
 def client(settings: dict[str, Any], user: EtcdUser | None = None) -> EtcdClient:
     read = CoordinatorSettings(**settings)
-    assert read.etcd_tls is not None
     return EtcdClient(read.etcd_endpoints, tls=Tls(read.etcd_tls.as_client(), serves=False), user=user)
 
 
@@ -151,6 +150,8 @@ def test_half_of_a_pair_is_refused(settings: dict[str, Any], tmp_path: Path) -> 
         CoordinatorSettings(**settings, etcd_user="mesh")
     with pytest.raises(ValueError, match="key_file is missing"):
         CoordinatorSettings(etcd_tls={"cert_file": "c"})
+    with pytest.raises(ConfigError, match=r"cannot read etcd_tls\.ca_file /nope"):
+        build(CoordinatorSettings(etcd_endpoints=["https://etcd:2379"], etcd_tls={"ca_file": "/nope"}))
     with pytest.raises(ValueError, match="set etcd_user"):
         CoordinatorSettings(etcd_endpoints=["https://mesh:secret@etcd:2379"])
     with pytest.raises(ConfigError, match=r"etcd_password_file .* cannot be read"):

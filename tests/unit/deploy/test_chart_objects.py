@@ -257,9 +257,9 @@ def built(chart: Chart, folder: Path) -> Iterator[tuple[str, Service]]:
     for component, settings in started(chart, folder):
         kinds = {"router": RouterService, "indexer": IndexerService, "coordinator": build}
         # Without what only a pod has: mounted files, and an API server.
-        absent = ("tls", "curve", "discovery")
+        absent = ("tls", "curve", "discovery", "etcd_tls")
         plain = {name: type(getattr(settings, name))() for name in absent if hasattr(settings, name)}
-        plain |= dict.fromkeys(("etcd_tls", "etcd_user"))
+        plain["etcd_user"] = None
         yield component, kinds.get(component, WorkerService)(settings.model_copy(update=plain))
 
 
@@ -366,7 +366,6 @@ def test_an_external_etcd_is_shown_a_certificate_and_a_user() -> None:
     settings = chart.settings("coordinator")
     mounts = {mount["mountPath"] for mount in chart.pod("coordinator")["containers"][0]["volumeMounts"]}
     read = CoordinatorSettings(**{name: settings[name] for name in settings if name.startswith("etcd_")})
-    assert read.etcd_tls is not None
     assert (read.etcd_user, read.etcd_tls.server_name) == ("kvmesh", "etcd.example")
     places = [read.etcd_password_file, read.etcd_tls.ca_file, read.etcd_tls.cert_file, read.etcd_tls.key_file]
     assert {str(Path(str(place)).parent) for place in places} <= mounts
