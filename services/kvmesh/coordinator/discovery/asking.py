@@ -14,6 +14,10 @@ from kvmesh.protocol.members import Load
 __all__ = ["Answer", "SilentError", "ask"]
 
 
+MAX_BYTES = 1 << 20
+"""Of one answer: whoever is at an address is asked, many at once, and need not be a server."""
+
+
 class SilentError(Exception):
     """There is no server, or none that says what it is; the argument says so."""
 
@@ -62,11 +66,11 @@ async def ask(http: HttpClient, url: str, dialect: str) -> Answer:
 
 async def _info(http: HttpClient, url: str, dialect: str) -> ServerInfo:
     try:
-        return await http.call("GET", f"{url}/server_info", ServerInfo)
+        return await http.call("GET", f"{url}/server_info", ServerInfo, max_bytes=MAX_BYTES)
     except (ApiError, msgspec.DecodeError):
         if dialect == MESH_DIALECT:
             raise
-    models = await http.call("GET", f"{url}/v1/models", _Models)
+    models = await http.call("GET", f"{url}/v1/models", _Models, max_bytes=MAX_BYTES)
     return ServerInfo(model=models.data[0].id if models.data else "")
 
 
@@ -81,6 +85,6 @@ async def _health(http: HttpClient, url: str) -> tuple[bool, bool]:
 
 async def _load(http: HttpClient, url: str) -> Load:
     try:
-        return await http.call("GET", f"{url}/stats", Load)
+        return await http.call("GET", f"{url}/stats", Load, max_bytes=MAX_BYTES)
     except (ApiError, msgspec.DecodeError):
         return Load()  # it starts or ends: what it does now is not worth a word
