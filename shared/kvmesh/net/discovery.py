@@ -229,8 +229,14 @@ class CoordinatorClient:
                 return
 
     async def _stay_registered(self, announcement: _Announcement) -> None:
+        try:
+            await self._announce(announcement)
+        finally:
+            announcement.ended.set()
+
+    async def _announce(self, announcement: _Announcement) -> None:
         backoff = Backoff()
-        while True:
+        while not announcement.leaving:
             url = self._link.url
             try:
                 if announcement.registered:
@@ -258,7 +264,8 @@ class CoordinatorClient:
                 else:
                     backoff = Backoff(most_s=min(MAX_RETRY_S, announcement.interval_s))
                     wait_s = announcement.interval_s
-            await self._sleep_unless(announcement, wait_s)
+            if not announcement.leaving:
+                await self._sleep_unless(announcement, wait_s)
 
     async def _register(self, announcement: _Announcement) -> bool:
         """Register; whether it was with a coordinator that leads."""
@@ -282,7 +289,13 @@ class CoordinatorClient:
 
     async def _farewell(self) -> None:
         announcement = self._announcement
-        if announcement is None or not announcement.registered:
+        if announcement is None:
+            return
+        # The goodbye is the last word: a heartbeat on its way would find itself unknown, and register again.
+        announcement.leaving = True
+        announcement.hurry.set()
+        await announcement.ended.wait()
+        if not announcement.registered:
             return
         member = announcement.member
         # Whatever the ledger has not heard by then, it takes for given up.
@@ -327,3 +340,6 @@ class _Announcement:
         self.registered = False
         self.interval_s = 1.0
         self.hurry = anyio.Event()
+        self.leaving = False
+        self.ended = anyio.Event()
+        """Nothing more is said of the member."""
