@@ -27,6 +27,7 @@ from kvmesh.net.http import (
     read_json,
     receiving,
 )
+from kvmesh.net.private_files import warn_if_public
 from kvmesh.net.service import Health, Service
 from kvmesh.net.tls import Tls
 from kvmesh.protocol.errors import ApiError, unavailable
@@ -85,6 +86,8 @@ class WorkerService(Service):
         name = "worker" if settings.role == "both" else settings.role
         keys = self._api_keys = ApiKeys(settings.api_keys_file)
         tls = Tls(settings.tls)
+        if settings.cluster_secret_file is not None:
+            warn_if_public("cluster_secret_file", settings.cluster_secret_file)
         super().__init__(name, middleware=[api_key_middleware(keys, _OPEN_PATHS)], drain_s=settings.drain_s, tls=tls)
         instance_id = settings.instance_id or f"{name}-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
         self.settings = settings.model_copy(update={"instance_id": instance_id})
