@@ -77,6 +77,8 @@ class PageChecksums:
 
 def checksum_difference(ours: Sequence[bytes], theirs: Sequence[bytes]) -> str | None:
     """What is wrong with pieces of checksums ``ours`` here and ``theirs`` at their owner; None if nothing."""
+    if ours == theirs:
+        return None
     if len(ours) != len(theirs):
         return f"checksums of {len(theirs)} parts came for {len(ours)}"
     for part, (here, there) in enumerate(zip(ours, theirs, strict=True)):

@@ -101,7 +101,7 @@ class BuiltinPlane:
         """See :meth:`DataPlane.revoke`."""
         if self._board is not None:
             self._board.revoke(transfer_id, session)
-        if self._server is not None:
+        if self._server is not None and session != LOAN:
             self._server.revoke(transfer_id, session)
 
     def lend(self, transfer_id: int, nbytes: int) -> bytes:
