@@ -38,6 +38,7 @@ from kvmesh.transceiver.planes.base import DataPlane
 from kvmesh.transceiver.receiver import ReceiverSide
 from kvmesh.transceiver.sender import SenderSide
 from kvmesh.transceiver.slices import BlockSpan
+from kvmesh.transceiver.stats import collect_pins, collect_stats
 from kvmesh.transceiver.tickets import Signer
 from kvmesh.transceiver.timing import TransferTimes, Waiter
 from kvmesh.transceiver.types import (
@@ -388,43 +389,19 @@ class Transceiver:
 
     def stats(self) -> TransceiverStats:
         """Gauges and counters."""
-        sent, received = self._sender.table, self._receiver.table
-        staging, bounce = self._staging(), self._bounce
-        return TransceiverStats(
-            send_sessions=len(sent.open),
-            receive_sessions=len(received.open),
-            quarantined_pages=sent.quarantine.pages + received.quarantine.pages,
-            links=len(self._receiver.links) + len(self._sender.receivers),
-            started_total=sent.counters.started + received.counters.started,
-            completed_total=sent.counters.completed + received.counters.completed,
-            failed_total=sent.counters.failed + received.counters.failed,
-            cancelled_total=sent.counters.cancelled + received.counters.cancelled,
-            timed_out_total=sent.counters.timed_out + received.counters.timed_out,
-            refused_total=sent.counters.refused + received.counters.refused,
-            dropped_messages_total=self._control.dropped_total + sent.counters.dropped + received.counters.dropped,
-            isolated_errors_total=isolated_errors_total() - self._isolated_before,
-            ledger_dropped_total=self._ledger.dropped_total,
-            bytes_moved_total=sent.counters.nbytes + received.counters.nbytes,
-            pages_moved_total=sent.counters.pages + received.counters.pages,
-            pages_reused_total=received.counters.pages_reused,
-            borrowed_total=self._receiver.borrowing.borrowed_total,
-            staging_capacity_bytes=staging.capacity_bytes,
-            staging_send_used_bytes=staging.send_used_bytes,
-            staging_receive_used_bytes=staging.receive_used_bytes,
-            staging_send_waiting=staging.send_waiting,
-            staging_receive_waiting=staging.receive_waiting,
-            bounced_total=0 if bounce is None else bounce.bounced_total,
-            bounce_fallbacks={} if bounce is None else bounce.told_fallbacks(),
-            bounce_orphaned_bytes=sum(one.run.where.nbytes for one in received.quarantine if one.run is not None),
+        return collect_stats(
+            self._sender,
+            self._receiver,
+            staging=self._staging(),
+            bounce=self._bounce,
+            dropped_messages=self._control.dropped_total,
+            isolated_errors=isolated_errors_total() - self._isolated_before,
+            ledger_dropped=self._ledger.dropped_total,
         )
 
     def pins(self) -> list[tuple[float, int]]:
         """Of every open transfer, the monotonic time at which it began, and how many pages it pins here."""
-        with self._sender.table.lock:
-            sent = [(one.started_s, [len(held.ids) for held in one.held]) for one in self._sender.table.open.values()]
-        with self._receiver.table.lock:
-            received = [(one.started_s, list(map(len, one.local))) for one in self._receiver.table.open.values()]
-        return [(started_s, sum(pages)) for started_s, pages in [*sent, *received]]
+        return collect_pins(self._sender, self._receiver)
 
     def shutdown(self) -> None:
         """Close everything and release every lease; idempotent. Takes a few seconds at most."""
