@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
 from kvmesh.net.faults import FaultInjectedError, injected
 from kvmesh.protocol.transfer import Loan, Refused, RequestData, ResultAck
+from kvmesh.protocol.version import PROTOCOL_VERSION
 from kvmesh.transceiver.borrowing import lent_parts, lent_sums
 from kvmesh.transceiver.lending import MAX_LENT_PAGES, page_sums
 from kvmesh.transceiver.runs import encode_pages, only_pages
@@ -724,5 +725,31 @@ def test_unequal_layouts_ask(wire: Wire) -> None:
     # What is not known to be equal counts as unequal.
     link.pairing = link.pairing._replace(layout=msgspec.structs.replace(link.pairing.layout))
     wire.ask(7, wire.offer(7))
+    assert type(wire.to_context[0]) is RequestData
+    ended_usually(wire)
+
+
+class OldTicket(msgspec.Struct, kw_only=True):
+    """As servers know it that lend nothing."""
+
+    transfer_id: int
+    owner_instance_id: str
+    owner_epoch: int
+    num_tokens: int
+    prompt_digest: bytes
+    layout_digest: str
+    expires_unix_ms: int
+    nonce: bytes
+    control_endpoint: str = ""
+    protocol: int = PROTOCOL_VERSION
+
+
+def test_servers_that_know_no_loans_take_the_ticket_and_ask(wire: Wire) -> None:
+    token = wire.offer(7).ticket
+    payload = token[: -len(wire.context.tickets.mac(b""))]
+    known = msgspec.msgpack.decode(payload, type=OldTicket)
+    assert known.transfer_id == 7
+    again = msgspec.msgpack.encode(known)
+    wire.ask(7, wire.handoff(again + wire.context.tickets.mac(again)))
     assert type(wire.to_context[0]) is RequestData
     ended_usually(wire)
