@@ -233,9 +233,11 @@ async def test_questions_are_answered_while_it_is_written_and_events_wait(teller
         assert dumped(service) == before
 
 
-async def test_a_directory_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    async with indexer(tmp_path / "file" / "index") as service:
+async def test_a_directory_that_cannot_be_written_any_more_stops_nothing(tmp_path: Path) -> None:
+    directory = tmp_path / "directory"
+    async with indexer(directory / "index") as service:
         assert service.snapshots is not None
+        directory.rmdir()
+        directory.write_text("in the way")
         await service.snapshots.write(service._started().saved)
         assert service.statistics()["snapshot_failures_total"] == 1

@@ -62,6 +62,8 @@ class NaiveWorker:
         if parent is None:
             self.orphans.append((record, set()))
             return
+        if record.lora not in (None, parent.lora):
+            return  # it names another adapter than its parent
         blocks = record.token_ids[:: self.block_size].tolist()
         for depth, hash_ in enumerate(record.hashes, start=1):
             place = Place(parent.lora, (*parent.chain, *blocks[:depth]))
