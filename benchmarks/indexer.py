@@ -5,10 +5,11 @@ questions (``benchmarks/peers/index_workload.py``), for prompts of 2k, 8k and 64
 million blocks together. Each side is a process of its own under its own project's interpreter, both of them pinned to
 the same core, so that neither shares its heap or its modules with the other; phases take turns in random order, and the
 processor time of all threads is taken inside, without the garbage collector. The interpreters are of one version, which
-is printed. What either is given was made before: to us an event is tokens and engine hashes, which we hash (Dynamo's
-tree is given the hashes, as JSON, its only form); a question is the rolling hashes of its blocks (Dynamo's: their local
-hashes). ``tokens`` starts at token ids on both sides. All answers must be equal, question by question, before the
-removals and after them. Memory is what the process grows by.
+is printed. What either is given was made before. A stored event is the engine's hash and the hash of the tokens of each
+block: to us as arrays, to Dynamo's tree as JSON, its only form. ``stored_from_tokens`` gives us the token ids instead,
+which we hash, as of the events of engines; Dynamo's tree takes hashes only, so that its time is the same. A question is
+the rolling hashes of its blocks (Dynamo's: their local hashes). ``tokens`` starts at token ids on both sides. All
+answers must be equal, question by question, before the removals and after them. Memory is what the process grows by.
 
 ``path``: ``kvmesh indexer`` and ``python -m dynamo.indexer`` hear the same messages over ZMQ, one after the other
 (``benchmarks/peers/indexer_path.py``): processor time and memory of a block, and of a question of 2048 tokens over HTTP
@@ -60,6 +61,7 @@ COLUMNS = {
     "cold": "miss",
     "tokens": "tokens",
     "stored_event": "stored",
+    "stored_event_tokens": "from tokens",
     "removed_event": "removed",
     "hash_list": "hash list",
     "hash_int32": "int32",

@@ -98,7 +98,7 @@ def compare_cell(cell: Cell, dynamo_python: Path, *, rounds: int, core: int) -> 
         taken: dict[str, dict[str, list[float]]] = {name: {} for name in SIDES}
         checksums = []
         for number in range(rounds):
-            for do in ("fill", "lookup", "answers", "remove", "answers", "drop"):
+            for do in ("fill_tokens", "fill", "lookup", "answers", "remove", "answers", "drop"):
                 if do == "answers":
                     if number == 0:
                         checksums.append(_same_answers(cell, sides))
@@ -152,6 +152,11 @@ def _result(
             name: {
                 **{kind: statistics.median(times[kind]) * 1e6 for kind in ("full", "system", "cold", "hit", "tokens")},
                 "stored_event": statistics.median(times["fill"]) / stored * 1e6,
+                **(
+                    {"stored_event_tokens": statistics.median(times["fill_tokens"]) / stored * 1e6}
+                    if "fill_tokens" in times
+                    else {}
+                ),
                 "removed_event": statistics.median(times["remove"]) / removed * 1e6,
                 **{kind: statistics.median(values) * 1e6 for kind, values in times.items() if kind.startswith("hash")},
             }
@@ -163,6 +168,7 @@ def _result(
             "lookup_miss": time_ratio("cold"),
             "lookup_from_tokens": time_ratio("tokens"),
             "stored": 1 / time_ratio("fill"),
+            "stored_from_tokens": 1 / time_ratio("fill_tokens", "fill"),
             "removed": 1 / time_ratio("remove"),
             "memory": memory["kvmesh"] / memory["dynamo"],
             "hash_list": 1 / time_ratio("hash_list"),

@@ -3,13 +3,14 @@
 Commands come as JSON, one a line, on stdin, and each is answered by a JSON line on stdout. Seconds are processor time
 of all threads of this process; the garbage collector is off.
 
-    {"do": "memory"}     {"bytes": grown while an index was filled, events made one by one}
-    {"do": "fill"}       {"s": seconds of all stored events, made before}
-    {"do": "lookup"}     {"full": seconds, "system": .., "cold": .., "tokens": ..}; "tokens" from token ids on
-    {"do": "answers"}    [[[worker, blocks], ...] of each question]
-    {"do": "remove"}     {"s": seconds of all removed events}
-    {"do": "drop"}       {} once the index is gone
-    {"do": "hash"}       {form of the tokens: seconds of one hashing of 8192 tokens}
+    {"do": "memory"}      {"bytes": grown while an index was filled, events made one by one}
+    {"do": "fill"}        {"s": seconds of all stored events, made before from hashes}
+    {"do": "fill_tokens"} {"s": the same from token ids}, {} from a side that takes hashes only
+    {"do": "lookup"}      {"full": seconds, "system": .., "cold": .., "tokens": ..}; "tokens" from token ids on
+    {"do": "answers"}     [[[worker, blocks], ...] of each question]
+    {"do": "remove"}      {"s": seconds of all removed events}
+    {"do": "drop"}        {} once the index is gone
+    {"do": "hash"}        {form of the tokens: seconds of one hashing of 8192 tokens}
 
     python benchmarks/peers/index_side.py {kvmesh|dynamo} WORKLOAD CORE
 """
@@ -59,15 +60,19 @@ class Side(ABC):
 
     @abstractmethod
     def stored(self, event: Sequence[int]) -> Any:
-        """Form of a row of ``Workload.stored``."""
+        """Form of a row of ``Workload.stored``, with the engine's hash and the local hash of each block."""
 
     @abstractmethod
     def removed(self, event: Sequence[int]) -> Any:
         """Form of a row of ``Workload.removed``."""
 
     @abstractmethod
-    def apply(self, events: list[Any]) -> None:
-        """Take in events; returns once all are in."""
+    def store(self, events: list[Any]) -> None:
+        """Take in stored events; returns once all are in."""
+
+    @abstractmethod
+    def remove(self, events: list[Any]) -> None:
+        """Take in removed events; returns once all are in."""
 
     @abstractmethod
     def by_hash(self, rows: np.ndarray) -> Any:
@@ -99,7 +104,7 @@ class Side(ABC):
 
 
 class KvMesh(Side):
-    """``kvmesh.events.index.PrefixIndex``. It is given the tokens of events and hashes them, as in the service."""
+    """``kvmesh.events.index.PrefixIndex``, given arrays; of stored events also records with their tokens."""
 
     def open(self) -> None:
         from kvmesh.events.index import PrefixIndex, Source
@@ -108,32 +113,47 @@ class KvMesh(Side):
         self._sources = [Source(str(worker)) for worker in range(self.work.workers)]
         for source in self._sources:
             self._index.add(source, model="m")
+        self._writers = [self._index.writer(source) for source in self._sources]
 
     def close(self) -> None:
-        del self._index
+        del self._index, self._writers
 
     def stored(self, event: Sequence[int]) -> Any:
+        worker, begin, end, _ = event
+        return worker, self.work.engine[begin:end], self.work.local[begin:end], self._parent(event)
+
+    def stored_tokens(self, event: Sequence[int]) -> Any:
+        """Form of a row of ``Workload.stored`` with the engine's hash and the tokens of each block."""
         from kvmesh.events.records import Stored
 
-        worker, begin, end, parent = event
+        worker, begin, end, _ = event
         record = Stored(
             hashes=self.work.engine[begin:end].tolist(),
-            parent=None if parent < 0 else int(self.work.engine[parent]),
+            parent=self._parent(event),
             token_ids=self.work.tokens[begin:end].reshape(-1),
             block_size=self.block,
         )
         return self._sources[worker], [record]
 
     def removed(self, event: Sequence[int]) -> Any:
-        from kvmesh.events.records import Removed
-
         worker, begin, end = event
-        return self._sources[worker], [Removed(hashes=self.work.engine[begin:end][::-1].tolist())]
+        return worker, np.ascontiguousarray(self.work.engine[begin:end][::-1])
 
-    def apply(self, events: list[Any]) -> None:
+    def store(self, events: list[Any]) -> None:
+        stores, block = [writer.store for writer in self._writers], self.block
+        for worker, hashes, local, parent in events:
+            stores[worker](hashes, local, parent, block)
+
+    def store_tokens(self, events: list[Any]) -> None:
+        """Take in stored events with tokens, which are hashed, as in the service."""
         apply = self._index.apply
         for source, records in events:
             apply(source, records)
+
+    def remove(self, events: list[Any]) -> None:
+        discards = [writer.discard for writer in self._writers]
+        for worker, hashes in events:
+            discards[worker](hashes)
 
     def by_hash(self, rows: np.ndarray) -> Any:
         return self.work.prefix[rows]
@@ -161,6 +181,9 @@ class KvMesh(Side):
         tokens = self.sample()
         ids = tokens.tolist()
         return {"list": lambda: local_hashes(ids, self.block), "int32": lambda: local_hashes(tokens, self.block)}
+
+    def _parent(self, event: Sequence[int]) -> int | None:
+        return None if event[3] < 0 else int(self.work.engine[event[3]])
 
 
 class Dynamo(Side):
@@ -191,11 +214,14 @@ class Dynamo(Side):
         worker, begin, end = event
         return worker, self._event({"removed": {"block_hashes": self.work.engine[begin:end][::-1].tolist()}})
 
-    def apply(self, events: list[Any]) -> None:
+    def store(self, events: list[Any]) -> None:
         apply = self._tree.apply_event
         for worker, event in events:
             apply(worker, event)
         self._tree.find_matches([1])  # answered after everything before it
+
+    def remove(self, events: list[Any]) -> None:
+        self.store(events)
 
     def by_hash(self, rows: np.ndarray) -> Any:
         return self.work.local[rows].tolist()
@@ -242,7 +268,7 @@ class Commands:
         trim()
         before = resident_bytes()
         for event in self._work.stored.tolist():
-            self._side.apply([self._side.stored(event)])
+            self._side.store([self._side.stored(event)])
         trim()
         grown = resident_bytes() - before
         self.drop()
@@ -251,7 +277,17 @@ class Commands:
     def fill(self) -> dict[str, float]:
         self._side.open()
         events = self._form("stored", partial(_listed, self._side.stored, self._work.stored.tolist()))
-        return {"s": timed(lambda: self._side.apply(events))}
+        return {"s": timed(lambda: self._side.store(events))}
+
+    def fill_tokens(self) -> dict[str, float]:
+        if not isinstance(self._side, KvMesh):
+            return {}
+        side = self._side
+        side.open()
+        events = self._form("stored_tokens", partial(_listed, side.stored_tokens, self._work.stored.tolist()))
+        taken = {"s": timed(lambda: side.store_tokens(events))}
+        self.drop()
+        return taken
 
     def lookup(self) -> dict[str, float]:
         took = {}
@@ -271,7 +307,7 @@ class Commands:
 
     def remove(self) -> dict[str, float]:
         events = self._form("removed", partial(_listed, self._side.removed, self._work.removed.tolist()))
-        return {"s": timed(lambda: self._side.apply(events))}
+        return {"s": timed(lambda: self._side.remove(events))}
 
     def drop(self) -> dict[str, float]:
         self._side.close()

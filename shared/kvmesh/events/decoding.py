@@ -1,10 +1,11 @@
 """From the payload of a message to records: any envelope, any dialect; a bad event never takes its batch with it.
 
-Events as most engines write them are read natively, straight into records. The others go through the dialects.
+Events as most engines write them are read natively. The others go through the dialects.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -86,7 +87,7 @@ def decode_by_dialects(payload: bytes, keys: KeyRingPart | None = None) -> Recor
 
 
 def _collect(
-    ts: float, rank: int | None, items: list[Any], dialects: dict[str, int], keys: KeyRingPart | None
+    ts: float, rank: int | None, items: Sequence[Any], dialects: dict[str, int], keys: KeyRingPart | None
 ) -> RecordBatch:
     """Records of items that are records already, or an event's bytes."""
     records: list[EventRecord] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -88,7 +89,8 @@ class RecordBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Seconds on the publisher's clock; for people only, never for ordering."""
     rank: int | None
     """Attention data-parallel rank of the publisher."""
-    records: list[EventRecord]
+    records: Sequence[EventRecord]
+    """Made when they are asked for, where the payload was read natively: the index needs none."""
     dialects: dict[str, int]
     """Events by the dialect they were written in."""
     rejected: dict[str, int]

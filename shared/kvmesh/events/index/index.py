@@ -136,6 +136,19 @@ class PrefixIndex:
         if (known := self._known.get(source)) is not None:
             self._core.apply(known.stream, records)
 
+    def writer(self, source: Source) -> _native.SourceWriter:
+        """For callers that have arrays of hashes and make no records; void once the source is removed.
+
+        ``store(hashes, local_hashes, parent, block_size, tier=0)`` does what :meth:`apply` does with a
+        :class:`Stored` in the source's own scope, ``discard(hashes, tier=0)`` what it does with a :class:`Removed`.
+        ``hashes`` are uint64 ``[n]``, the engine's own, no two equal, ``local_hashes`` the XXH3 of each block's own
+        tokens (:func:`kvmesh.hashing.local_hashes`), ``parent`` is an engine hash, or None at the start of a sequence.
+
+        Raises:
+            KeyError: the source is not known.
+        """
+        return _native.SourceWriter(self._core, self._known[source].stream)
+
     def predict(
         self,
         source: Source,

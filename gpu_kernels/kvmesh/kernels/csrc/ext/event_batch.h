@@ -26,6 +26,7 @@ struct WireEvent {
   bool plain = false;
   bool map = false;
   bool stored = false;
+  int tier = 0;  // for the reader's caller, who knows what media are called
   bool has_parent = false;
   uint64_t parent = 0;
   size_t first_hash = 0, num_hashes = 0;    // in WireBatch::hashes

@@ -200,12 +200,8 @@ PyObject* xxh3_rolling(PyObject*, PyObject* args) {
   if (!check_words(out, count)) return nullptr;
   run_detached(local.size(), [&] {
     for (Py_ssize_t i = 0; i < count; ++i) {
-      uint64_t pair[2] = {parent, local.words()[i]};
-      if (i > 0 || has_parent) {
-        parent = kvmesh::xxh3_64(reinterpret_cast<const uint8_t*>(pair), sizeof pair, seed);
-      } else {
-        parent = pair[1];
-      }
+      const uint64_t own = local.words()[i];
+      parent = i > 0 || has_parent ? kvmesh::xxh3_64_of_pair(parent, own, seed) : own;
       out.words()[i] = parent;
     }
   });

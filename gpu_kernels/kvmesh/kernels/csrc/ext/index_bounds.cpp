@@ -134,6 +134,7 @@ void Core::enforce() {
 // Gives something up for memory; false when there is nothing left. Parked runs of a source that is not understood go
 // first, and last what remains of the others.
 bool Core::shed() {
+  ++sheds_;
   if (reclaimable()) {
     reclaim(kReclaimAtOnce);
     return true;

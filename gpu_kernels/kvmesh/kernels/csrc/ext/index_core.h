@@ -3,6 +3,7 @@
 // index_table.h   finds numbers by hash        index_nodes.h   blocks in their places
 // index_states.h  who holds a block            index_held.h    a source's blocks in one tier
 // index_source.h  a source                     index_search.h  how far each source reaches along a prompt
+// index_plain.h   runs of blocks that change alike
 //
 // *Ready* is closed under "parent of": a source is ready at a block when it holds that block and all before it. Storing
 // below and removing from the end, which is what engines do, touches one node a block; when an engine drops the middle
@@ -108,11 +109,14 @@ class Core {
     uint32_t from = kNone;
     Status above = 0, before = 0, after = 0;
     uint32_t to = kNone;
-    // It begins to hold the block, no less ready than it could be; so its readiness changes.
-    bool plain = false, gains = false;
+    // It begins to hold the block, or holds it no more, and was and is as ready as what it holds allows.
+    bool plain = false;
+    bool changes_ready = false;
   };
 
   struct Plain;
+  struct Chunk;
+  static constexpr size_t kChunk = 256;  // blocks for which there is room, or none is stored
 
   static void set_bit(std::vector<uint64_t>& mask, uint32_t number, bool value);
   uint32_t new_number();
@@ -123,6 +127,7 @@ class Core {
   bool place(Source& source, const Run& run);
   void hold_run(Source& source, uint32_t tree, uint32_t parent, const Run& run);
   void hold_chunk(Source& source, uint32_t tree, uint32_t* parent, const Run& run, size_t begin, size_t count);
+  size_t hold_new(Held& held, uint32_t tree, uint32_t* parent, const Chunk& chunk, size_t begin, Plain* plain);
   void adopted(Source& source, const uint64_t* hashes, size_t count, std::vector<Work>& waiting);
   void park(Source& source, const Run& run);
   void keep_parked(Source& source, ParkedRun&& run);  // takes over its use of its scope
@@ -137,6 +142,8 @@ class Core {
   void spread(uint32_t node, Source& source);
   void clear_held(Source& source, int tier, uint32_t node);
   void release(Source& source, int tier, uint32_t at);
+  void remove_chunk(Source& source, int tier, const uint64_t* hashes, size_t count);
+  Step removal(const Source& source, int tier, uint32_t node);
   void hold_predicted(Source& source, uint32_t node, uint32_t due);
   bool drop_prediction(Source& source, uint32_t node);
   void plan_expiry(uint32_t due, uint32_t stream, uint32_t node);
@@ -149,6 +156,7 @@ class Core {
   void compact();
 
   size_t max_bytes_;
+  Table held_;  // of all sources and tiers
   std::vector<Stream> streams_;
   std::vector<uint32_t> free_streams_;
   std::vector<std::unique_ptr<Source>> by_number_;
@@ -157,6 +165,7 @@ class Core {
   std::deque<uint32_t> retired_;  // numbers
   std::vector<Due> due_;          // a heap
   size_t parked_bytes_ = 0;
+  uint64_t sheds_ = 0;  // times that something was given up for memory: nodes may have other numbers since
   std::vector<uint32_t> spreading_, positions_;
   std::vector<Held::Entry> spared_;
 };

@@ -27,7 +27,7 @@ size_t Held::growth(size_t count) const {
     bytes += more(Array<uint64_t>::bytes_for(wanted), hashes_.bytes());
     bytes += more(Array<uint32_t>::bytes_for(wanted), nodes_.bytes());
   }
-  if (!table_.has_room(count)) bytes += more(Table::bytes_for(table_.grown_for(this->count() + count)), table_.bytes());
+  if (!table_.has_room(count)) bytes += more(Table::bytes_for(table_.grown_for(table_.count() + count)), table_.bytes());
   return bytes;
 }
 
@@ -42,7 +42,7 @@ void Held::reserve(size_t count) {
       nodes_.set_capacity(wanted);
     }
   }
-  if (!table_.has_room(count)) table_.resize(table_.grown_for(this->count() + count));
+  if (!table_.has_room(count)) table_.resize(table_.grown_for(table_.count() + count));
 }
 
 void Held::squeeze() {
@@ -65,7 +65,6 @@ void Held::shrink() {
   const size_t wanted = count() + count() / 8;
   hashes_.set_capacity(wanted);
   nodes_.set_capacity(wanted);
-  table_.resize(wanted);
 }
 
 void Held::put_back(const std::vector<Entry>& entries) {
@@ -79,10 +78,12 @@ void Held::tidy() {
   } else if (gaps() > 64 && gaps() > count()) {
     squeeze();
   }
+  table_.tidy();
 }
 
 void Held::trim() {
   if (count() + count() / 4 < capacity()) shrink();
+  table_.trim();
 }
 
 }  // namespace kvmesh::index

@@ -1,4 +1,8 @@
 // The blocks that one source holds in one tier: the engine's hash of each and its node, in the order in which they came.
+//
+// They are found by a table that all sources and tiers share: one large table, of huge pages, is read and grown at less
+// cost than many of some hundred kilobytes. Its entries do not say whose they are. An entry that is another's is told by
+// the hash at its position, and where that is the same, so are the two entries: either may be taken for the other.
 #pragma once
 
 #include <cstdint>
@@ -16,28 +20,45 @@ class Held {
     uint32_t node;
   };
 
-  // Only the bits of `mask` tell entries apart; the others are free for the caller.
-  explicit Held(size_t* account, uint64_t mask = UINT64_MAX)
-      : mask_(mask), hashes_(account), nodes_(account), table_(account) {}
+  // `id` tells it from the others that share the table. Only the bits of `mask` tell entries apart; the others are free
+  // for the caller.
+  Held(size_t* account, Table& table, uint64_t id, uint64_t mask = UINT64_MAX)
+      : id_((id + 1) * 0x9E3779B97F4A7C15u), mask_(mask), hashes_(account), nodes_(account), table_(table) {}
 
-  size_t count() const { return table_.count(); }
+  size_t count() const { return count_; }
   bool empty() const { return count() == 0; }
   uint32_t end() const { return end_; }
 
   // Its position, or kNone.
-  uint32_t find(uint64_t hash) const { return find_tagged(tag(hash), hash); }
-  // With a tag that the caller has from `tag`, as below. Where there is none, `free` is where append_at may put it.
-  uint32_t find_tagged(uint32_t tag, uint64_t hash, size_t* free = nullptr) const {
-    return table_.find(tag, [&](uint32_t at) { return ((hashes_[at] ^ hash) & mask_) == 0; }, free);
+  uint32_t find(uint64_t hash) const {
+    // What comes next mostly continues what came last.
+    if (end_ > 0 && ((hashes_[end_ - 1] ^ hash) & mask_) == 0) return end_ - 1;
+    return find_tagged(tag(hash), hash);
   }
-  uint32_t tag(uint64_t hash) const { return tag_of(hash & mask_); }
+  // With a tag that the caller has from `tag`, as below. Where there is none, `free` is where append_at may put it.
+  uint32_t find_tagged(uint32_t tag, uint64_t hash, Table::Place* free = nullptr) const {
+    return table_.find(tag, [&](uint32_t at) { return holds(at) && ((hashes_[at] ^ hash) & mask_) == 0; }, free);
+  }
+  uint32_t tag(uint64_t hash) const { return tag_of((hash & mask_) ^ id_); }
   void prefetch_slot(uint32_t tag) const { table_.prefetch(tag); }
+  void prefetch_spill(uint32_t tag) const { table_.prefetch_spill(tag); }
   // Once the slot is there: the entry that it most likely names.
   void prefetch_tagged(uint32_t tag) const {
     const uint32_t at = table_.peek(tag);
     if (at == kNone) return;
     __builtin_prefetch(hashes_.data() + at);
     __builtin_prefetch(nodes_.data() + at);
+  }
+  // The entries at a position and up to `count` before it.
+  void prefetch_up_to(uint32_t at, size_t count) const {
+    const size_t begin = at - std::min<size_t>(at, count);
+    for (size_t i = begin; i <= at; i += kLineBytes / sizeof(uint64_t)) __builtin_prefetch(hashes_.data() + i);
+    for (size_t i = begin; i <= at; i += kLineBytes / sizeof(uint32_t)) __builtin_prefetch(nodes_.data() + i);
+  }
+  // Where the next `count` entries will be written.
+  void prefetch_end(size_t count) const {
+    for (size_t i = 0; i < count; i += kLineBytes / sizeof(uint64_t)) __builtin_prefetch(hashes_.data() + end_ + i, 1);
+    for (size_t i = 0; i < count; i += kLineBytes / sizeof(uint32_t)) __builtin_prefetch(nodes_.data() + end_ + i, 1);
   }
   uint64_t hash(uint32_t at) const { return hashes_[at]; }
   uint32_t node(uint32_t at) const { return nodes_[at]; }  // kNone where an entry has been erased
@@ -46,17 +67,17 @@ class Held {
   // As the newest; there must be room.
   void append(uint64_t hash, uint32_t node) {
     table_.insert(tag(hash), end_);
-    hashes_[end_] = hash;
-    nodes_[end_++] = node;
+    put(hash, node);
   }
-  void append_at(size_t free, uint32_t tag, uint64_t hash, uint32_t node) {
+  void append_at(Table::Place free, uint32_t tag, uint64_t hash, uint32_t node) {
     table_.insert_at(free, tag, end_);
-    hashes_[end_] = hash;
-    nodes_[end_++] = node;
+    put(hash, node);
   }
   // The other positions stay as they are.
-  void erase(uint32_t at) {
-    table_.erase(tag(hashes_[at]), at);
+  void erase(uint32_t at) { erase_tagged(tag(hashes_[at]), at); }
+  void erase_tagged(uint32_t tag, uint32_t at) {
+    table_.erase(tag, at);
+    --count_;
     nodes_[at] = kNone;
     while (end_ > 0 && nodes_[end_ - 1] == kNone) --end_;
     begin_ = std::min(begin_, end_);
@@ -81,11 +102,17 @@ class Held {
   bool squeezing_will_do(size_t count) const { return gaps() >= count + this->count() / 8; }
   void squeeze();
   void shrink();
+  void put(uint64_t hash, uint32_t node) {
+    hashes_[end_] = hash;
+    nodes_[end_++] = node;
+    ++count_;
+  }
 
-  uint64_t mask_;
+  uint64_t id_, mask_;
   Array<uint64_t> hashes_;
   Array<uint32_t> nodes_;
-  Table table_;
+  Table& table_;
+  size_t count_ = 0;
   uint32_t begin_ = 0;  // all before it are erased
   uint32_t end_ = 0;
 };

@@ -16,16 +16,22 @@
 namespace kvmesh::index {
 
 constexpr uint32_t kNone = UINT32_MAX;
+constexpr size_t kLineBytes = 64;  // of the processor's cache
 
 // From here on an array is mapped: growing it moves pages, not bytes, and needs no second copy.
-constexpr size_t kMappedBytes = 256 * 1024;
+constexpr size_t kMappedBytes = 64 * 1024;
+// From here on it grows in small steps.
+constexpr size_t kLargeBytes = 256 * 1024;
 constexpr size_t kPageBytes = 4096;
-// From here on a mapping asks for huge pages: tables of many megabytes are read at random places.
+// From here on an array is of huge pages: it is read at random places, and its pages are had at a fifth of the price.
 constexpr size_t kHugeBytes = 4 * 1024 * 1024;
+constexpr size_t kHugePageBytes = 2 * 1024 * 1024;
+// Address space for so many times what a huge array needs, so that it grows in its place: what moves cannot keep them.
+constexpr size_t kReservedTimes = 8;
 
 // How many values to make room for when `needed` do not fit: small arrays grow by half, large ones by an eighth.
 inline size_t grown(size_t needed, size_t now, size_t value_bytes) {
-  const size_t step = now * value_bytes < kMappedBytes ? now / 2 : now / 8;
+  const size_t step = now * value_bytes < kLargeBytes ? now / 2 : now / 8;
   return std::max<size_t>({needed, now + step, 16});
 }
 
@@ -50,7 +56,8 @@ class Array {
 
   static size_t bytes_for(size_t capacity) {
     const size_t bytes = capacity * sizeof(T);
-    return bytes < kMappedBytes ? bytes : (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
+    const size_t step = bytes < kMappedBytes ? kLineBytes : bytes < kHugeBytes ? kPageBytes : kHugePageBytes;
+    return (bytes + step - 1) / step * step;
   }
 
   // Keeps the leading values. On bad_alloc nothing has changed; making an array smaller never fails.
@@ -71,30 +78,72 @@ class Array {
   void swap(Array& other) {
     std::swap(data_, other.data_);
     std::swap(bytes_, other.bytes_);
+    std::swap(reserved_, other.reserved_);
     std::swap(account_, other.account_);
   }
 
  private:
+  // The array with so many bytes, or null. It may have moved, and what is beyond its old end is not there yet.
   T* resized(size_t wanted) {
+    const bool in_place = bytes_ >= kHugeBytes && wanted <= reserved_;
+    if (wanted >= kHugeBytes) return in_place ? resized_in_place(wanted) : moved(wanted);
     const bool was_mapped = bytes_ >= kMappedBytes, is_mapped = wanted >= kMappedBytes;
-    if (was_mapped && is_mapped) return advised(checked(mremap(data_, bytes_, wanted, MREMAP_MAYMOVE)), wanted);
-    if (!was_mapped && !is_mapped && wanted > 0) return static_cast<T*>(std::realloc(data_, wanted));
+    if (was_mapped && is_mapped && bytes_ < kHugeBytes) {
+      T* data = checked(mremap(data_, bytes_, wanted, MREMAP_MAYMOVE));
+      if (data != nullptr) reserved_ = wanted;
+      return data;
+    }
+    // Where a value is a large part of a line of the cache, it shall not lie in two of them.
+    constexpr bool kAligned = sizeof(T) >= kLineBytes / 2;
+    if (!kAligned && !was_mapped && !is_mapped && wanted > 0) return static_cast<T*>(std::realloc(data_, wanted));
     T* data = nullptr;
     if (is_mapped) {
-      data = checked(mmap(nullptr, wanted, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-      advised(data, wanted);
+      data = mapped(wanted);
     } else if (wanted > 0) {
-      data = static_cast<T*>(std::malloc(wanted));
+      data = static_cast<T*>(std::aligned_alloc(kLineBytes, wanted));
     }
     if (data == nullptr && wanted > 0) return nullptr;
     if (data != nullptr && data_ != nullptr)
       std::memcpy(static_cast<void*>(data), data_, std::min(bytes_, wanted));
     if (was_mapped) {
-      munmap(data_, bytes_);
+      munmap(data_, reserved_);
     } else {
       std::free(data_);
     }
+    reserved_ = is_mapped ? wanted : 0;
     return data;
+  }
+  T* resized_in_place(size_t wanted) {
+    if (wanted < bytes_) madvise(reinterpret_cast<char*>(data_) + wanted, bytes_ - wanted, MADV_DONTNEED);
+    return data_;
+  }
+  // To a mapping with address space for more, a page at a time: there is never memory for both.
+  T* moved(size_t wanted) {
+    size_t reserved = wanted * kReservedTimes;
+    char* space = reinterpret_cast<char*>(mapped(reserved + kHugePageBytes));
+    if (space == nullptr) {
+      reserved = wanted;
+      space = reinterpret_cast<char*>(mapped(reserved + kHugePageBytes));
+      if (space == nullptr) return nullptr;
+    }
+    const size_t before = -reinterpret_cast<uintptr_t>(space) % kHugePageBytes;
+    if (before > 0) munmap(space, before);
+    char* data = space + before;
+    munmap(data + reserved, kHugePageBytes - before);
+    madvise(data, reserved, MADV_HUGEPAGE);  // it is as well without
+    char* old = reinterpret_cast<char*>(data_);
+    for (size_t at = 0; at < bytes_; at += kHugePageBytes) {
+      const size_t size = std::min(bytes_ - at, kHugePageBytes);
+      std::memcpy(data + at, old + at, size);
+      if (bytes_ >= kMappedBytes) madvise(old + at, size, MADV_DONTNEED);
+    }
+    if (bytes_ >= kMappedBytes) {
+      munmap(old, reserved_);
+    } else {
+      std::free(old);
+    }
+    reserved_ = reserved;
+    return reinterpret_cast<T*>(data);
   }
   // What is new is used soon, and counted already: its pages are had more cheaply together than one by one.
   void populate([[maybe_unused]] size_t begin, [[maybe_unused]] size_t end) {
@@ -102,14 +151,15 @@ class Array {
     madvise(reinterpret_cast<char*>(data_) + begin, end - begin, MADV_POPULATE_WRITE);  // old kernels refuse
 #endif
   }
-  static T* advised(T* data, size_t bytes) {
-    if (data != nullptr && bytes >= kHugeBytes) madvise(data, bytes, MADV_HUGEPAGE);  // it is as well without
-    return data;
+  static T* mapped(size_t bytes) {
+    constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    return checked(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, kFlags, -1, 0));
   }
   static T* checked(void* mapping) { return mapping == MAP_FAILED ? nullptr : static_cast<T*>(mapping); }
 
   T* data_ = nullptr;
   size_t bytes_ = 0;
+  size_t reserved_ = 0;  // address space of a mapping, of which bytes_ are in use
   size_t* account_;
 };
 

@@ -106,10 +106,11 @@ void Nodes::drop_tree(uint32_t tree) {
   free_trees_.push_back(tree);
 }
 
-uint32_t Nodes::add_at(size_t free, uint32_t tag, uint32_t tree, uint64_t key, uint32_t parent) {
-  uint32_t node = first_free_;
-  if (node == kNone) {
-    node = end_++;
+uint32_t Nodes::add_at(Table::Place free, uint32_t tag, uint32_t tree, uint64_t key, uint32_t parent) {
+  const uint32_t node = first_free_ == kNone ? end_ : first_free_;
+  table_.insert_at(free, tag, node);
+  if (first_free_ == kNone) {
+    ++end_;
   } else {
     first_free_ = nodes_[node].next;
   }
@@ -117,7 +118,6 @@ uint32_t Nodes::add_at(size_t free, uint32_t tag, uint32_t tree, uint64_t key, u
   nodes_[node] = {key, parent, kNone, sibling, kNone, States::kNobody, tree};
   if (sibling != kNone) nodes_[sibling].previous = node;
   if (parent != kNone) nodes_[parent].first_child = node;
-  table_.insert_at(free, tag, node);
   ++trees_[tree].uses;
   return node;
 }

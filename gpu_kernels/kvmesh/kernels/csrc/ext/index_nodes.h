@@ -99,31 +99,55 @@ class Nodes {
   void drop_tree(uint32_t tree);
 
   // The node, or kNone; then `free` is where add_at may put it.
-  uint32_t find(uint32_t tree, uint64_t key, size_t* free = nullptr) const {
+  uint32_t find(uint32_t tree, uint64_t key, Table::Place* free = nullptr) const {
     return find_tagged(tag(tree, key), tree, key, free);
   }
   // With a tag that the caller has from `tag`, as below.
-  uint32_t find_tagged(uint32_t tag, uint32_t tree, uint64_t key, size_t* free) const {
+  uint32_t find_tagged(uint32_t tag, uint32_t tree, uint64_t key, Table::Place* free) const {
     const auto equal = [&](uint32_t node) { return nodes_[node].key == key && nodes_[node].tree() == tree; };
     return table_.find(tag, equal, free);
   }
   static uint32_t tag(uint32_t tree, uint64_t key) { return tag_of(key ^ (tree + 1) * 0xD6E8FEB86659FD93u); }
   void prefetch_slot_tagged(uint32_t tag) const { table_.prefetch(tag); }
-  void prefetch_slot(uint32_t node) const { table_.prefetch(tag(nodes_[node].tree(), nodes_[node].key)); }
-  // Once the slot is there: the node that it most likely names.
-  void prefetch_tagged(uint32_t tag) const {
-    const uint32_t node = table_.peek(tag);
-    if (node != kNone) prefetch(node);
-  }
+  void prefetch_spill_tagged(uint32_t tag) const { table_.prefetch_spill(tag); }
+  void prefetch_slot(uint32_t node) const { table_.prefetch(tag_of_node(node)); }
+  void prefetch_spill(uint32_t node) const { table_.prefetch_spill(tag_of_node(node)); }
   void prefetch(uint32_t node) const { __builtin_prefetch(nodes_.data() + node); }
+  // Whether a number, which need not be one of a node, is that of the node with this key.
+  bool is(uint32_t node, uint32_t tree, uint64_t key) const {
+    return node < end_ && nodes_[node].key == key && nodes_[node].tree() == tree;  // no free one has a tree
+  }
+  // Of `count` nodes in a row.
+  void prefetch_from(uint32_t node, size_t count) const {
+    for (size_t i = 0; i < count; i += kLineBytes / sizeof(Node)) __builtin_prefetch(nodes_.data() + node + i);
+  }
+  // Where the next `count` nodes will mostly be written.
+  void prefetch_end(size_t count) const {
+    if (first_free_ != kNone) return;
+    for (size_t i = 0; i < count; i += kLineBytes / sizeof(Node)) __builtin_prefetch(nodes_.data() + end_ + i, 1);
+  }
 
   // The node, or a new one; there must be room for it.
   uint32_t find_or_add(uint32_t tree, uint64_t key, uint32_t parent) {
-    size_t free = 0;
+    Table::Place free{};
     const uint32_t node = find(tree, key, &free);
     return node == kNone ? add_at(free, tag(tree, key), tree, key, parent) : node;
   }
-  uint32_t add_at(size_t free, uint32_t tag, uint32_t tree, uint64_t key, uint32_t parent);
+  uint32_t add_at(Table::Place free, uint32_t tag, uint32_t tree, uint64_t key, uint32_t parent);
+  // A new node as the only child of one that has none, with a state whose use is for the caller to count.
+  uint32_t add_only_child(uint32_t tag, uint32_t tree, uint64_t key, uint32_t parent, uint32_t state) {
+    const uint32_t node = first_free_ == kNone ? end_ : first_free_;
+    table_.insert(tag, node);
+    if (first_free_ == kNone) {
+      ++end_;
+    } else {
+      first_free_ = nodes_[node].next;
+    }
+    nodes_[node] = {key, parent, kNone, kNone, kNone, state, tree};
+    nodes_[parent].first_child = node;
+    ++trees_[tree].uses;
+    return node;
+  }
   // Takes out a node that nobody holds and that has nothing below it, and its ancestors likewise.
   void prune(uint32_t node);
   void set_state(uint32_t node, uint32_t state) {
@@ -141,6 +165,7 @@ class Nodes {
 
  private:
   size_t num_free() const { return end_ - table_.count(); }
+  uint32_t tag_of_node(uint32_t node) const { return tag(nodes_[node].tree(), nodes_[node].key); }
 
   size_t* account_;
   States& states_;

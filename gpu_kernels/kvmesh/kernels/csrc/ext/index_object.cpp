@@ -65,6 +65,7 @@ PyObject* core_admit(PyObject* self, PyObject* const* arguments, Py_ssize_t coun
     const int single_group = PyObject_IsTrue(arguments[6]);
     if (single_group < 0) return nullptr;
     names.single_group = single_group != 0;
+    names.life = ++state.lives;
     ++state.changes;
     state.names.reserve(state.core.num_streams() + 1);
     const uint32_t scope = state.core.nodes.scopes.use(names.model + names.tenant + names.lora + names.salt);
@@ -292,9 +293,12 @@ std::vector<PyMethodDef> all_methods() {
 }
 
 }  // namespace
+
+PyTypeObject* core_type = nullptr;
+
 }  // namespace kvmesh::index
 
-// Adds the type to the module. Returns 0, or -1 with an exception set.
+// Adds the types to the module. Returns 0, or -1 with an exception set.
 extern "C" int kvmesh_prefix_index_init(PyObject* module) {
   using namespace kvmesh::index;
   static std::vector<PyMethodDef> methods = all_methods();
@@ -310,7 +314,6 @@ extern "C" int kvmesh_prefix_index_init(PyObject* module) {
                       Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, slots};
   PyObject* type = PyType_FromModuleAndSpec(module, &spec, nullptr);
   if (type == nullptr) return -1;
-  const int status = PyModule_AddType(module, reinterpret_cast<PyTypeObject*>(type));
-  Py_DECREF(type);
-  return status;
+  Py_XSETREF(core_type, reinterpret_cast<PyTypeObject*>(type));
+  return PyModule_AddType(module, core_type) != 0 ? -1 : add_writer_type(module);
 }

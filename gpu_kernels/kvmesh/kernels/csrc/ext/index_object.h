@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "event_batch.h"
 #include "index_core.h"
 #include "index_python.h"
 #include "index_search.h"
@@ -17,6 +18,7 @@ struct Names {
   Ref instance_id, rank;
   std::string model, tenant, lora, salt;
   bool single_group = false;
+  uint64_t life = 0;  // no two sources have the same
 };
 
 // The Python classes that the object reads and makes.
@@ -32,6 +34,7 @@ struct State {
   Search search;
   Types types;
   std::vector<Names> names;                     // by stream
+  uint64_t lives = 0;
   std::vector<uint64_t> hashes, locals, keys;   // of the call that is being made
   std::string scope_key;
   uint64_t changes = 0;  // calls that may have changed the index
@@ -43,6 +46,9 @@ struct PrefixCore {
   PyObject_HEAD
   State* state;
 };
+
+extern PyTypeObject* core_type;
+int add_writer_type(PyObject* module);  // SourceWriter, of index_writer.cpp; 0, or -1 with an exception set
 
 inline State& state_of(PyObject* self) { return *reinterpret_cast<PrefixCore*>(self)->state; }
 
@@ -65,6 +71,12 @@ bool count_arguments(Py_ssize_t given, Py_ssize_t expected, const char* name);
 
 // apply(stream, records)
 PyObject* apply_records(State& state, uint32_t stream, PyObject* records);
+// The events of a payload, all of them plain; false with an exception set.
+bool apply_events(State& state, uint32_t stream, const WireBatch& batch);
+// Groups whose blocks mean that a prefix can be reused; those of windows and recurrent states do not. Windows count of
+// a source that tells its widest group alone: then there is none that needs more blocks, and the blocks of a whole
+// leading run are a window of each.
+bool admitted(const WireText& kind, bool single_group);
 // The scope of a stored event that names these (None: the source's), with one use more; kNone with an exception set.
 uint32_t use_scope(State& state, uint32_t stream, PyObject* model, PyObject* tenant, PyObject* lora, PyObject* salt);
 

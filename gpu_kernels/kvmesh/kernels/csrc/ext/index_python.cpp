@@ -13,7 +13,7 @@ namespace {
 constexpr uint64_t kSeed = 1337;  // of routing hashes
 constexpr size_t kTokenBytes = 4;
 
-void append_text(char tag, const char* text, Py_ssize_t size, std::string* key) {
+void append_tagged(char tag, const char* text, Py_ssize_t size, std::string* key) {
   const uint32_t length = static_cast<uint32_t>(size);
   key->push_back(tag);
   key->append(reinterpret_cast<const char*>(&length), sizeof length);
@@ -65,13 +65,22 @@ size_t num_blocks(size_t tokens, Cut cut) {
   return tokens < cut.lookahead ? 0 : (tokens - cut.lookahead) / cut.block_size;
 }
 
-void hash_blocks(const uint8_t* tokens, Cut cut, size_t count, std::vector<uint64_t>* locals) {
+void hash_bytes(const uint8_t* tokens, Cut cut, size_t count, std::vector<uint64_t>* locals) {
   const size_t step = cut.block_size * kTokenBytes, bytes = step + cut.lookahead * kTokenBytes;
   locals->resize(count);
   for (size_t i = 0; i < count; ++i) (*locals)[i] = xxh3_64(tokens + i * step, bytes, kSeed);
 }
 
 }  // namespace
+
+void append_text(const char* text, size_t size, std::string* key) {
+  append_tagged(kTextTag, text, static_cast<Py_ssize_t>(size), key);
+}
+
+void append_number(int64_t number, std::string* key) {
+  key->push_back(kNumberTag);
+  key->append(reinterpret_cast<const char*>(&number), sizeof number);
+}
 
 bool append_value(PyObject* value, std::string* key) {
   if (value == Py_None) {
@@ -82,13 +91,13 @@ bool append_value(PyObject* value, std::string* key) {
     Py_ssize_t size;
     const char* text = PyUnicode_AsUTF8AndSize(value, &size);
     if (text != nullptr) {
-      append_text(kTextTag, text, size, key);
+      append_text(text, size, key);
       return true;
     }
     PyErr_Clear();  // lone surrogates
     const Ref bytes(PyUnicode_AsEncodedString(value, "utf-8", "surrogatepass"));
     if (!bytes) return false;
-    append_text(kTextTag, PyBytes_AS_STRING(bytes.get()), PyBytes_GET_SIZE(bytes.get()), key);
+    append_text(PyBytes_AS_STRING(bytes.get()), PyBytes_GET_SIZE(bytes.get()), key);
     return true;
   }
   if (!PyLong_Check(value)) {
@@ -99,15 +108,14 @@ bool append_value(PyObject* value, std::string* key) {
   const long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
   if (number == -1 && PyErr_Occurred()) return false;
   if (overflow == 0) {
-    key->push_back(kNumberTag);
-    key->append(reinterpret_cast<const char*>(&number), sizeof number);
+    append_number(number, key);
     return true;
   }
   const Ref text(PyNumber_ToBase(value, 16));
   Py_ssize_t size;
   const char* digits = text ? PyUnicode_AsUTF8AndSize(text.get(), &size) : nullptr;
   if (digits == nullptr) return false;
-  append_text(kLargeTag, digits, size, key);
+  append_tagged(kLargeTag, digits, size, key);
   return true;
 }
 
@@ -169,6 +177,10 @@ bool read_hashes(PyObject* object, std::vector<uint64_t>* hashes) {
   return true;
 }
 
+void hash_blocks(const int32_t* tokens, Cut cut, size_t count, std::vector<uint64_t>* locals) {
+  hash_bytes(reinterpret_cast<const uint8_t*>(tokens), cut, count, locals);
+}
+
 Py_ssize_t num_tokens(PyObject* tokens) {
   if (PyList_Check(tokens)) return PyList_GET_SIZE(tokens);
   BufferView view;
@@ -181,20 +193,17 @@ bool read_locals(PyObject* tokens, Cut cut, size_t most, std::vector<uint64_t>* 
     const size_t count = std::min(num_blocks(PyList_GET_SIZE(tokens), cut), most);
     std::vector<int32_t> numbers;
     if (count > 0 && !read_token_list(tokens, count * cut.block_size + cut.lookahead, &numbers)) return false;
-    hash_blocks(reinterpret_cast<const uint8_t*>(numbers.data()), cut, count, locals);
+    hash_blocks(numbers.data(), cut, count, locals);
     return true;
   }
   BufferView view;
   if (!view.acquire(tokens, kTokenBytes, false, "tokens")) return false;
-  hash_blocks(view.data(), cut, std::min(num_blocks(view.size() / kTokenBytes, cut), most), locals);
+  hash_bytes(view.data(), cut, std::min(num_blocks(view.size() / kTokenBytes, cut), most), locals);
   return true;
 }
 
 void roll(std::vector<uint64_t>* locals) {
-  for (size_t i = 1; i < locals->size(); ++i) {
-    const uint64_t pair[2] = {(*locals)[i - 1], (*locals)[i]};
-    (*locals)[i] = xxh3_64(reinterpret_cast<const uint8_t*>(pair), sizeof pair, kSeed);
-  }
+  for (size_t i = 1; i < locals->size(); ++i) (*locals)[i] = xxh3_64_of_pair((*locals)[i - 1], (*locals)[i], kSeed);
 }
 
 bool read_block_size(PyObject* object, uint32_t* block_size) {

@@ -40,6 +40,9 @@ class Ref {
   PyObject* object_ = nullptr;
 };
 
+// Appends a text's or number's value, as append_value does.
+void append_text(const char* text, size_t size, std::string* key);
+void append_number(int64_t number, std::string* key);
 // Appends None, an int or a str in a form that differs for different values and of which none begins another.
 bool append_value(PyObject* value, std::string* key);
 // Undoes it; `at` moves on.
@@ -52,6 +55,8 @@ bool read_hashes(PyObject* object, std::vector<uint64_t>* hashes);
 // XXH3 of each full block's tokens and what follows it, from a buffer of 4-byte integers or a list. `most` blocks at
 // most; those that end less than the lookahead before the end are left out.
 bool read_locals(PyObject* tokens, Cut cut, size_t most, std::vector<uint64_t>* locals);
+// The same of so many blocks' tokens, and those that follow them.
+void hash_blocks(const int32_t* tokens, Cut cut, size_t count, std::vector<uint64_t>* locals);
 // Number of tokens in a buffer of 4-byte integers or a list; -1 with an exception.
 Py_ssize_t num_tokens(PyObject* tokens);
 // keys[i] = XXH3(keys[i-1] || locals[i]), keys[0] = locals[0].

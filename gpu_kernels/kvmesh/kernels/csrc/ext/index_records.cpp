@@ -1,4 +1,5 @@
 // Records of Python (kvmesh.events.records) into the index.
+#include "event_records.h"
 #include "index_object.h"
 
 #include <structmember.h>
@@ -64,17 +65,19 @@ Fields& removed_fields() {
   return fields;
 }
 
-// Groups whose blocks mean that a prefix can be reused; those of windows and recurrent states do not. Windows count of
-// a source that tells its widest group alone: then there is none that needs more blocks, and the blocks of a whole
-// leading run are a window of each.
+// As of a kind's text; false for what is none.
 bool admitted(PyObject* kind, bool single_group) {
-  if (kind == Py_None) return true;
-  if (!PyUnicode_Check(kind)) return false;
-  for (const char* name : {"full_attention", "mla_attention", "sink_full_attention"})
-    if (PyUnicode_CompareWithASCIIString(kind, name) == 0) return true;
-  for (const char* name : {"sliding_window", "sliding_window_mla"})
-    if (single_group && PyUnicode_CompareWithASCIIString(kind, name) == 0) return true;
-  return false;
+  WireText text;
+  if (kind != Py_None) {
+    Py_ssize_t size;
+    text.data = PyUnicode_Check(kind) ? PyUnicode_AsUTF8AndSize(kind, &size) : nullptr;
+    if (text.data == nullptr) {
+      PyErr_Clear();
+      return false;
+    }
+    text.size = static_cast<uint32_t>(size);
+  }
+  return kvmesh::index::admitted(text, single_group);
 }
 
 // The hash of each block, with its extra keys mixed in: such blocks are equal only with equal keys.
@@ -158,6 +161,21 @@ bool apply_record(State& state, uint32_t stream, PyObject* record) {
   return false;
 }
 
+PyObject* apply_all(State& state, uint32_t stream, PyObject* records) {
+  if (!stored_fields().named() || !removed_fields().named()) return PyErr_NoMemory();
+  if (const WireBatch* batch = events_of(records)) {
+    const Ref alive = Ref::borrowed(records);
+    return apply_events(state, stream, *batch) ? Py_NewRef(Py_None) : nullptr;
+  }
+  const Ref items(PySequence_Fast(records, "records must be iterable"));
+  if (!items) return nullptr;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()) && state.core.known(stream); ++i) {
+    const Ref record = Ref::borrowed(PySequence_Fast_GET_ITEM(items.get(), i));
+    if (!apply_record(state, stream, record.get())) return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
 }  // namespace
 
 uint32_t use_scope(State& state, uint32_t stream, PyObject* model, PyObject* tenant, PyObject* lora, PyObject* salt) {
@@ -182,20 +200,13 @@ uint32_t use_scope(State& state, uint32_t stream, PyObject* model, PyObject* ten
 }
 
 PyObject* apply_records(State& state, uint32_t stream, PyObject* records) {
-  if (!stored_fields().named() || !removed_fields().named()) return PyErr_NoMemory();
-  const Ref items(PySequence_Fast(records, "records must be iterable"));
-  if (!items) return nullptr;
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()) && state.core.known(stream); ++i) {
-    const Ref record = Ref::borrowed(PySequence_Fast_GET_ITEM(items.get(), i));
-    try {
-      if (!apply_record(state, stream, record.get())) return nullptr;
-    } catch (const std::bad_alloc&) {
-      // Half of a record may be in: nothing of this source can be relied on.
-      state.core.clear(stream);
-      throw;
-    }
+  try {
+    return apply_all(state, stream, records);
+  } catch (const std::bad_alloc&) {
+    // Half of a record may be in: nothing of this source can be relied on.
+    if (state.core.known(stream)) state.core.clear(stream);
+    throw;
   }
-  Py_RETURN_NONE;
 }
 
 }  // namespace kvmesh::index

@@ -109,10 +109,11 @@ void Source::tell(int tier, uint32_t scope, uint64_t num_blocks, uint64_t sum) {
   digest.sum += sum;
 }
 
-void Source::take_back(int tier, uint32_t scope, uint64_t hash) {
+void Source::take_back(int tier, uint32_t scope, uint64_t num_blocks, uint64_t sum) {
   Digest& digest = this->digest(digest_key(tier, scope));
-  digest.sum -= mixed(hash);
-  if (--digest.num_blocks > 0) return;
+  digest.num_blocks -= num_blocks;
+  digest.sum -= sum;
+  if (digest.num_blocks > 0) return;
   digests.erase(last_digest_key_);
   last_digest_ = nullptr;
 }

@@ -96,10 +96,12 @@ struct Source {
   static constexpr int kPredicted = kTiers;  // the table of predicted blocks follows those of the tiers
   static constexpr int kTables = kTiers + 1;
 
-  Source(size_t* account, uint32_t number, uint32_t stream, uint32_t scope)
-      : number(number), stream(stream), scope(scope), tables{Held(account), Held(account), Held(account),
-        // Predicted blocks have no hash: the low half is the node, the high half when they cease to count.
-        Held(account, UINT32_MAX)},
+  Source(size_t* account, Table& table, uint32_t number, uint32_t stream, uint32_t scope)
+      : number(number), stream(stream), scope(scope), tables{
+          {account, table, table_id(number, 0)}, {account, table, table_id(number, 1)},
+          {account, table, table_id(number, 2)},
+          // Predicted blocks have no hash: the low half is the node, the high half when they cease to count.
+          {account, table, table_id(number, kPredicted), UINT32_MAX}},
         twins(Map<uint32_t>::allocator_type(account)), digests(Map<Digest>::allocator_type(account)),
         doubtful(Hashes::allocator_type(account)) {}
 
@@ -117,7 +119,8 @@ struct Source {
   void add_twin(int tier, uint32_t node) { ++twins[twin_key(tier, node)]; }
   bool drop_twin(int tier, uint32_t node);
   void tell(int tier, uint32_t scope, uint64_t num_blocks, uint64_t sum);
-  void take_back(int tier, uint32_t scope, uint64_t hash);
+  void take_back(int tier, uint32_t scope, uint64_t num_blocks, uint64_t sum);
+  static uint64_t table_id(uint32_t number, int table) { return static_cast<uint64_t>(number) * kTables + table; }
   static uint64_t digest_key(int tier, uint32_t scope) { return static_cast<uint64_t>(scope) << 2 | tier; }
   static uint64_t twin_key(int tier, uint32_t node) { return static_cast<uint64_t>(tier) << 32 | node; }
   bool ignores(int64_t group) const;

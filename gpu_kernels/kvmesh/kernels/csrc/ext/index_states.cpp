@@ -119,9 +119,14 @@ uint32_t States::changed(uint32_t state, uint32_t source, Status status) {
   Change& cached = cache_[(mixed ^ mixed >> 15) % kCached];
   if (cached.state == state && cached.source == source && cached.status == status) return cached.result;
   State made = state == kNobody ? State{} : states_[state];
+  // Mostly some of the sets are the same.
+  struct { uint32_t set, changed; bool present; } last{kNone, kNone, false};
   for (int which = 0; which < kSets; ++which) {
     const uint32_t set = made.sets[which];
-    made.sets[which] = status >> which & 1 ? sets_.with(set, source) : sets_.without(set, source);
+    const bool present = (status >> which & 1) != 0;
+    if (set != last.set || present != last.present)
+      last = {set, present ? sets_.with(set, source) : sets_.without(set, source), present};
+    made.sets[which] = last.changed;
   }
   const uint32_t result = interned(made);
   cached = {state, source, status, result};

@@ -48,6 +48,12 @@ class Table {
 
   void prefetch(uint32_t tag) const { __builtin_prefetch(lines_.data() + home(tag)); }
 
+  // Once the home is there: the line behind it, where the home is full and entries may have gone on into it.
+  void prefetch_spill(uint32_t tag) const {
+    const Line* line = lines_.data() + home(tag);
+    if (line->full()) __builtin_prefetch(line + 1);
+  }
+
   // A number in its home with this tag, whose key may be another; kNone where there is none.
   uint32_t peek(uint32_t tag) const {
     if (homes_ == 0) return kNone;
@@ -56,9 +62,15 @@ class Table {
     return same == 0 ? kNone : line.numbers[__builtin_ctz(same)];
   }
 
+  // Where an entry is, or may be inserted.
+  struct Place {
+    size_t line;
+    uint32_t slot;
+  };
+
   // The number with this tag for which `equal` holds, or kNone; then `free` is where it can be inserted.
   template <typename Equal>
-  uint32_t find(uint32_t tag, const Equal& equal, size_t* free = nullptr) const {
+  uint32_t find(uint32_t tag, const Equal& equal, Place* free = nullptr) const {
     if (homes_ == 0) return kNone;
     size_t at = home(tag);
     for (;; ++at) {
@@ -69,21 +81,21 @@ class Table {
       }
       if (!line.full()) break;
     }
-    if (free != nullptr) *free = at;
+    if (free != nullptr) *free = {at, lines_[at].used()};
     return kNone;
   }
-
-  // There must be room. Throws bad_alloc only where entries crowd at the very end.
-  void insert(uint32_t tag, uint32_t number) {
+  // Where an entry whose key is not there can be inserted.
+  Place place_for(uint32_t tag) const {
     size_t at = home(tag);
     while (lines_[at].full()) ++at;
-    insert_at(at, tag, number);
+    return {at, lines_[at].used()};
   }
-  void insert_at(size_t free, uint32_t tag, uint32_t number) {
-    const uint32_t used = lines_[free].used();
-    if (used + 1 == kWidth && free + 1 == end_) extend(end_ + kSpill);  // the last line is never full
-    lines_[free].tags[used] = tag;
-    lines_[free].numbers[used] = number;
+
+  // There must be room. Throws bad_alloc only where entries crowd at the very end; then nothing has changed.
+  void insert(uint32_t tag, uint32_t number) { insert_at(place_for(tag), tag, number); }
+  void insert_at(Place free, uint32_t tag, uint32_t number) {
+    if (free.slot + 1 == kWidth && free.line + 1 == end_) extend(end_ + kSpill);  // the last line is never full
+    lines_[free.line].put(free.slot, tag, number);
     ++count_;
   }
 
@@ -120,6 +132,14 @@ class Table {
 
   // Makes room for `count` entries and no more; not fewer than there are.
   void resize(size_t count);
+  // Gives memory back where most of it is not in use.
+  void tidy() {
+    if (count_ < limit(homes_) / 4 && bytes() > kPageBytes) resize(count_ + count_ / 8);
+  }
+  // Gives back all but an eighth of what is not in use, where little is: a table that has just doubled stays as it is.
+  void trim() {
+    if (count_ < limit(homes_) / 8 * 3) resize(count_ + count_ / 8);
+  }
 
  private:
   static constexpr uint32_t kWidth = 8;
@@ -160,10 +180,6 @@ class Table {
 #endif
     }
   };
-  struct Place {
-    size_t line;
-    uint32_t slot;
-  };
 
   // Three quarters of the homes' slots are used at most.
   static constexpr size_t kUsed = kWidth * 3 / 4;
@@ -180,13 +196,14 @@ class Table {
   }
   Table(const Table& larger, size_t homes) : lines_(larger.lines_.account()), homes_(homes) { extend(lines_for(homes)); }
   void extend(size_t end);
-  void spread(size_t end);
+  void spread(size_t end, bool doubled);
 
   Array<Line> lines_;
   size_t homes_ = 0;
   size_t end_ = 0;  // lines in use, of which the last is not full
   size_t count_ = 0;
-  std::vector<Line> moving_;  // empty but while the table grows
+  std::vector<Line> moving_;     // these two are empty but while the table grows
+  std::vector<uint8_t> used_;
 };
 
 }  // namespace kvmesh::index

@@ -12,6 +12,7 @@ extern "C" PyMethodDef kvmesh_msgpack_methods[];
 extern "C" PyMethodDef kvmesh_page_ids_methods[];
 extern "C" PyMethodDef kvmesh_tree_methods[];
 extern "C" int kvmesh_calls_init(PyObject* module);
+extern "C" int kvmesh_event_records_init(PyObject* module);
 extern "C" int kvmesh_key_index_init(PyObject* module);
 extern "C" int kvmesh_page_states_init(PyObject* module);
 extern "C" int kvmesh_prefix_index_init(PyObject* module);
@@ -20,8 +21,8 @@ namespace {
 
 PyMethodDef* const kTables[] = {kvmesh_event_methods,   kvmesh_hashing_methods,  kvmesh_json_methods,
                                 kvmesh_msgpack_methods, kvmesh_page_ids_methods, kvmesh_tree_methods};
-int (*const kInitializers[])(PyObject*) = {kvmesh_calls_init, kvmesh_key_index_init, kvmesh_page_states_init,
-                                          kvmesh_prefix_index_init};
+int (*const kInitializers[])(PyObject*) = {kvmesh_calls_init, kvmesh_event_records_init, kvmesh_key_index_init,
+                                          kvmesh_page_states_init, kvmesh_prefix_index_init};
 
 int fill_module(PyObject* module) {
   for (PyMethodDef* table : kTables)

@@ -1,0 +1,191 @@
+// Who holds a block, and who is ready there.
+#include <algorithm>
+
+#include "index_core.h"
+#include "index_plain.h"
+
+namespace kvmesh::index {
+namespace {
+
+constexpr size_t kRemovedAtOnce = 64;
+
+// Whether a block is held but would be ready further if the one before it were.
+int unready(Status status) { return status != status_below(kRoot, status & kHeldMask); }
+
+}  // namespace
+
+void Core::hold(Source& source, int tier, uint64_t hash, uint32_t node, Status above, Step* step) {
+  const uint32_t state = nodes[node].state;
+  if (state != step->from || above != step->above) {
+    const Status before = status(node, source), after = status_below(above, before | held_in(tier));
+    const bool plain = (before & held_in(tier)) == 0 && unready(before) == 0 && unready(after) == 0;
+    *step = {state, above, before, after, states.changed(state, source.number, after), plain,
+             (before ^ after) >> kTiers != 0};
+  }
+  if ((step->before & held_in(tier)) == 0) {
+    set_state(node, source, *step);
+  } else if (tier != kDevice || !drop_prediction(source, node)) {
+    source.add_twin(tier, node);
+  }
+  source.tables[tier].append(hash, node);
+  source.tell(tier, nodes.scope_of(node), 1, mixed(hash));
+  ++counters.residencies;
+}
+
+void Core::set_status(uint32_t node, Source& source, Status above, Status held) {
+  const uint32_t state = nodes[node].state;
+  const Status before = status(node, source), after = status_below(above, held);
+  if (before != after) set_state(node, source, {state, above, before, after, states.changed(state, source.number, after)});
+}
+
+void Core::set_state(uint32_t node, Source& source, const Step& step) {
+  const Status before = step.before, after = step.after;
+  nodes.set_state(node, step.to);
+  source.unready += unready(after) - unready(before);
+  if ((before ^ after) >> kTiers == 0 || nodes[node].first_child == kNone) return;
+  // Where nothing waits to become ready, the children, of which there may be very many, need not be looked at.
+  const bool gained = (before & ~after) >> kTiers == 0;
+  if (!gained || source.unready > 0) spread(node, source);
+}
+
+// Carries readiness down to the descendants.
+void Core::spread(uint32_t node, Source& source) {
+  spreading_.assign(1, node);
+  while (!spreading_.empty()) {
+    const uint32_t above = spreading_.back();
+    spreading_.pop_back();
+    const Status parent = status(above, source);
+    for (uint32_t child = nodes[above].first_child; child != kNone; child = nodes[child].next) {
+      const Status before = status(child, source);
+      const Status after = before == 0 ? before : status_below(parent, before & kHeldMask);
+      if (before == after) continue;
+      nodes.set_state(child, states.changed(nodes[child].state, source.number, after));
+      source.unready += unready(after) - unready(before);
+      if (nodes[child].first_child != kNone) spreading_.push_back(child);
+    }
+  }
+}
+
+Status Core::status_above(uint32_t node, const Source& source) const {
+  const uint32_t parent = nodes[node].parent;
+  return parent == kNone ? kRoot : status(parent, source);
+}
+
+void Core::clear_held(Source& source, int tier, uint32_t node) {
+  const Status held = status(node, source) & kHeldMask & ~held_in(tier);
+  set_status(node, source, held == 0 ? Status{0} : status_above(node, source), held);
+  nodes.prune(node);
+}
+
+void Core::release(Source& source, int tier, uint32_t at) {
+  Held& held = source.tables[tier];
+  const uint32_t node = held.node(at);
+  source.take_back(tier, nodes.scope_of(node), 1, mixed(held.hash(at)));
+  held.erase(at);
+  --counters.residencies;
+  if (source.twins.empty() || !source.drop_twin(tier, node)) clear_held(source, tier, node);
+}
+
+void Core::move(uint32_t stream, int tier, const uint64_t* hashes, size_t count) {
+  Source& source = this->source(stream);
+  if (tier != kDevice) set_bit(cold_, source.number, true);
+  Held& held = source.tables[tier];
+  for (size_t i = 0; i < count; ++i) {
+    if (source.find(hashes[i]) == kNone) {
+      ++counters.unknown_moves;
+      continue;
+    }
+    if (held.find(hashes[i]) != kNone) continue;
+    const bool room = make_room(held, 1);
+    const uint32_t node = source.find(hashes[i]);
+    if (!room || node == kNone) {
+      ++counters.forgotten;
+      source.forgot = true;
+      continue;
+    }
+    Step step;
+    hold(source, tier, hashes[i], node, status_above(node, source), &step);
+    ++counters.stored;
+  }
+  enforce();
+}
+
+// The step of a block that leaves the only tier that it is held in; one that is not plain where it is held elsewhere.
+Core::Step Core::removal(const Source& source, int tier, uint32_t node) {
+  const uint32_t state = nodes[node].state;
+  const Status before = status(node, source);
+  if ((before & kHeldMask) != held_in(tier)) return {};
+  return {state, 0, before, 0, states.changed(state, source.number, 0), unready(before) == 0, before >> kTiers != 0};
+}
+
+void Core::remove(uint32_t stream, int tier, const uint64_t* hashes, size_t count) {
+  Source& source = this->source(stream);
+  Held& held = source.tables[tier];
+  for (size_t begin = 0; begin < count; begin += kRemovedAtOnce)
+    remove_chunk(source, tier, hashes + begin, std::min(kRemovedAtOnce, count - begin));
+  held.tidy();
+  if (states.worth_sweeping()) states.sweep();
+}
+
+void Core::remove_chunk(Source& source, int tier, const uint64_t* hashes, size_t count) {
+  Held& held = source.tables[tier];
+  // Everything that removal reads is fetched before any of it is needed, as in hold_chunk.
+  uint32_t tags[kRemovedAtOnce], found[kRemovedAtOnce];
+  for (size_t i = 0; i < count; ++i) held.prefetch_slot(tags[i] = held.tag(hashes[i]));
+  // What goes together mostly came together, and goes in the opposite order.
+  const auto follows = [&](size_t i) {
+    return i > 0 && found[i - 1] != kNone && found[i - 1] > 0 && held.holds(found[i - 1] - 1) &&
+           held.hash(found[i - 1] - 1) == hashes[i];
+  };
+  for (size_t i = 0; i < count; ++i) {
+    if (i == 1 && !follows(i))
+      for (size_t j = 1; j < count; ++j) held.prefetch_tagged(tags[j]);
+    found[i] = follows(i) ? found[i - 1] - 1 : held.find_tagged(tags[i], hashes[i]);
+    if (i == 0 && found[0] != kNone) held.prefetch_up_to(found[0], count);
+    if (found[i] != kNone) nodes.prefetch(held.node(found[i]));
+  }
+  for (size_t i = 0; i < count; ++i) {
+    if (found[i] == kNone) continue;
+    nodes.prefetch_slot(held.node(found[i]));
+    held.prefetch_spill(tags[i]);
+  }
+  for (size_t i = 0; i < count; ++i)
+    if (found[i] != kNone) nodes.prefetch_spill(held.node(found[i]));
+  Step step;
+  uint32_t tree = kNone, scope = kNone;
+  Plain plain{states, counters, step, -1};
+  const auto settle = [&] {
+    plain.settle();
+    if (plain.num_blocks > 0) source.take_back(tier, scope, plain.num_blocks, plain.sum);
+    plain.num_blocks = plain.sum = 0;
+  };
+  for (size_t i = 0; i < count; ++i) {
+    const uint32_t at = found[i];
+    if (at == kNone || !held.holds(at)) {
+      if (source.parked.empty() || !source.parked.remove(hashes[i], tier)) ++counters.unknown_removals;
+      continue;
+    }
+    ++counters.removed;
+    const uint32_t node = held.node(at);
+    if (nodes[node].state != step.from || nodes[node].tree() != tree) {
+      settle();
+      tree = nodes[node].tree();
+      scope = nodes.scope_of(node);
+      step = removal(source, tier, node);
+    }
+    if (!step.plain || !source.twins.empty() ||
+        (step.changes_ready && nodes[node].first_child != kNone && holds_below(source, node))) {
+      settle();
+      release(source, tier, at);
+      step = Step{};
+      continue;
+    }
+    held.erase_tagged(tags[i], at);
+    nodes[node].state = step.to;
+    plain.add(hashes[i]);
+    if (step.to == States::kNobody) nodes.prune(node);
+  }
+  settle();
+}
+
+}  // namespace kvmesh::index
