@@ -292,8 +292,17 @@ class Worker:
             if not moved:
                 self.held.discard((where, place))
             return [*moved, dialect.removed(place, at)]
-        self.held.discard((at, place))
-        return [dialect.removed(place, at)]
+        gone = [(at, place)]
+        if dialect.state and not any(held == place and other != at for other, held in self.held):
+            # Its state tells nothing of a block that is gone, so what continues that would have no place.
+            below = len(place.chain)
+            gone += [
+                each
+                for each in held
+                if each[1] != place and each[1].chain[:below] == place.chain and each[1].owner == place.owner
+            ]
+        self.held.difference_update(gone)
+        return [dialect.removed(place, at) for at, place in gone]
 
     def _above_is_known(self, place: Place) -> bool:
         """Whether its parent is held: without it nobody could place the block anew."""
@@ -452,16 +461,16 @@ class Mesh(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "workers"):
             return
-        self.settle()
-        for worker in self.workers:
-            worker.step([("remove", 0, 0, 0)] * len(worker.held), sent=True)
-            assert not worker.held
-        self.settle()
-        while self.index.reclaim():
-            pass
-        assert self.index.statistics().blocks == 0
-        assert self.index.statistics().residencies == 0
-        self.context.term()
+        with self.context:
+            self.settle()
+            for worker in self.workers:
+                worker.step([("remove", 0, 0, 0)] * len(worker.held), sent=True)
+                assert not worker.held
+            self.settle()
+            while self.index.reclaim():
+                pass
+            assert self.index.statistics().blocks == 0
+            assert self.index.statistics().residencies == 0
 
 
 TestMesh = Mesh.TestCase
