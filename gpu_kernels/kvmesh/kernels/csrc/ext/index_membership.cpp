@@ -144,15 +144,27 @@ void Core::remove_chunk(Source& source, int tier, const uint64_t* hashes, size_t
     if (i == 0 && found[0] != kNone) held.prefetch_up_to(found[0], count);
     if (found[i] != kNone) nodes.prefetch(held.node(found[i]));
   }
-  for (size_t i = 0; i < count; ++i) {
-    if (found[i] == kNone) continue;
-    nodes.prefetch_slot(held.node(found[i]));
-    held.prefetch_spill(tags[i]);
-  }
-  for (size_t i = 0; i < count; ++i)
-    if (found[i] != kNone) nodes.prefetch_spill(held.node(found[i]));
   Step step;
   uint32_t tree = kNone, scope = kNone;
+  const auto take_step = [&](uint32_t node) {
+    tree = nodes[node].tree();
+    scope = nodes.scope_of(node);
+    step = removal(source, tier, node);
+  };
+  const uint32_t* first = std::find_if(found, found + count, [](uint32_t at) { return at != kNone; });
+  if (first != found + count) take_step(held.node(*first));
+  // Only nodes that nobody else holds leave their table.
+  static_assert(kRemovedAtOnce <= 64);
+  uint64_t leaving = 0;
+  for (size_t i = 0; i < count; ++i) {
+    if (found[i] == kNone) continue;
+    held.prefetch_spill(tags[i]);
+    const uint32_t node = held.node(found[i]);
+    if (nodes[node].state == step.from && step.to != States::kNobody) continue;
+    leaving |= uint64_t{1} << i;
+    nodes.prefetch_slot(node);
+  }
+  for (; leaving != 0; leaving &= leaving - 1) nodes.prefetch_spill(held.node(found[__builtin_ctzll(leaving)]));
   Plain plain{states, counters, step, -1};
   const auto settle = [&] {
     plain.settle();
@@ -169,9 +181,7 @@ void Core::remove_chunk(Source& source, int tier, const uint64_t* hashes, size_t
     const uint32_t node = held.node(at);
     if (nodes[node].state != step.from || nodes[node].tree() != tree) {
       settle();
-      tree = nodes[node].tree();
-      scope = nodes.scope_of(node);
-      step = removal(source, tier, node);
+      take_step(node);
     }
     if (!step.plain || !source.twins.empty() ||
         (step.changes_ready && nodes[node].first_child != kNone && holds_below(source, node))) {
