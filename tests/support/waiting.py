@@ -11,7 +11,7 @@ __all__ = ["until"]
 POLL_S = 0.01
 
 
-async def until(condition: Callable[[], object], what: str = "", timeout_s: float = 30.0) -> None:
+async def until(condition: Callable[[], object], what: str = "", timeout_s: float = 60.0) -> None:
     """Wait until ``condition`` holds; ``what`` it is, for the failure."""
     with anyio.move_on_after(timeout_s) as scope:
         while not condition():  # noqa: ASYNC110 - what is waited for has no event

@@ -42,11 +42,12 @@ def shared_memory() -> set[Path]:
     return set(SHARED_MEMORY.iterdir()) if SHARED_MEMORY.exists() else set()
 
 
-def until(condition: Callable[[], T | None], what: str, timeout_s: float = 30.0) -> T:
+def until(condition: Callable[[], T | None], what: str | Callable[[], str], timeout_s: float = 60.0) -> T:
     """The first true value of ``condition``; another process has no event to wait for."""
     deadline_s = time.monotonic() + timeout_s
     while not (value := condition()):
-        assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {what}"
+        if time.monotonic() > deadline_s:
+            raise AssertionError(f"not within {timeout_s:g} s: {what if isinstance(what, str) else what()}")
         time.sleep(POLL_S)
     return value
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import structlog
 from fake_tokenizer import FakeTokenizer
 
 from kvmesh.protocol.openai.requests import decode_request
@@ -26,13 +27,12 @@ def ids(planned: Plan) -> list[str | None]:
     return [sequence.run.request.conversation_id for sequence in planned.sequences]
 
 
-async def test_the_second_of_two_turns_at_a_time_has_no_conversation(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_second_of_two_turns_at_a_time_has_no_conversation() -> None:
     active = ActiveConversations()
     first, second, other = await plan(" chat "), await plan("chat", "later"), await plan("other")
-    with active.turn(first), active.turn(second), active.turn(other):
+    with structlog.testing.capture_logs() as logs, active.turn(first), active.turn(second), active.turn(other):
         assert (ids(first), ids(second), ids(other)) == (["chat"], [None], ["other"])
-    told = capsys.readouterr()
-    assert "request under way" in told.out + told.err
+    assert ["request under way" in entry["event"] for entry in logs] == [True]
     third = await plan("chat")
     with active.turn(third):
         assert ids(third) == ["chat"], "the first one is over"
