@@ -5,9 +5,9 @@
 * ``process``: what a block and a question cost a whole ``kvmesh indexer``, ZMQ included, by how blocks are packed;
 * ``fleet``: from these, the cores that a fleet needs: every request brings and evicts some blocks and asks once.
 
-The workload is that of benchmarks/indexer.py (benchmarks/peers/index_workload.py). Each size has a process of its own
-on one core; times are processor time, medians over rounds. With --plots the curves are written as SVG. The last line is
-one JSON object; docs/scale.md explains it.
+The workload is that of benchmarks/indexer.py (benchmarks/peers/index_workload.py), stored events with token ids. Each
+size has a process of its own on one core; times are processor time, medians over rounds. With --plots the curves are
+written as SVG. The last line is one JSON object; docs/scale.md explains it.
 
     python benchmarks/indexer_scale.py [--blocks 1e5,3e5,1e6,3e6,1e7] [--workers 8,64,512,4096] [--plots docs/images]
 """
@@ -75,7 +75,7 @@ def measure_cell(cell: Cell, rounds: int, core: int) -> dict[str, Any]:
             taken: dict[str, list[float]] = {}
             answers: list[list[Any]] = []
             for number in range(rounds):
-                for do in ("fill", "lookup", "answers", "remove", "drop"):
+                for do in ("fill_tokens", "fill", "lookup", "answers", "remove", "drop"):
                     if do == "answers":
                         answers = answers if number else index.ask(do)
                         continue
@@ -87,9 +87,9 @@ def measure_cell(cell: Cell, rounds: int, core: int) -> dict[str, Any]:
         **cell._asdict(),
         "held_blocks": workload.held_blocks,
         "bytes_per_block": memory,
-        "stored_blocks_per_s": int((stored[:, 2] - stored[:, 1]).sum()) / seconds["fill"],
+        "stored_blocks_per_s": int((stored[:, 2] - stored[:, 1]).sum()) / seconds["fill_tokens"],
         "removed_blocks_per_s": int((removed[:, 2] - removed[:, 1]).sum()) / seconds["remove"],
-        "stored_events_per_s": len(stored) / seconds["fill"],
+        "stored_events_per_s": len(stored) / seconds["fill_tokens"],
         "removed_events_per_s": len(removed) / seconds["remove"],
         "hit_us": seconds["full"] * 1e6,
         "miss_us": seconds["cold"] * 1e6,
