@@ -80,12 +80,13 @@ class Answers:
                 self._fail(session, 502, "transfer_failed", result.message or "the page owner reports a failure")
 
     def on_refused(self, endpoint: str, refused: Refused) -> None:
-        """An owner refuses a request for pages.
+        """An owner refuses a request for pages, or the acknowledgement of a loan.
 
         Whether it serves an earlier copy of the same request, its word does not say.
         """
         with self._table.lock:
-            self._borrowing.refused(refused.transfer_id, refused.session)
+            if self._borrowing.take_refusal(endpoint, refused):
+                return
             session = self._find(endpoint, refused.transfer_id, refused.session)
             if session is None:
                 self._table.counters.dropped += 1

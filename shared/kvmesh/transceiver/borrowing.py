@@ -17,7 +17,7 @@ import numpy as np
 
 from kvmesh.cache.layout import PageLayout
 from kvmesh.net.faults import FaultInjectedError, fault_point
-from kvmesh.protocol.transfer import Loan, ResultAck
+from kvmesh.protocol.transfer import Loan, Refused, ResultAck
 from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.borders import isolated
 from kvmesh.transceiver.integrity import checksum_difference
@@ -31,7 +31,7 @@ from kvmesh.transceiver.types import PageIds, PeerKey
 __all__ = ["Borrowing", "lent_parts", "lent_sums"]
 
 MAX_OWED: Final = 4096
-"""Acknowledgements that are kept; an owner that never hears of one keeps its pages until its deadline."""
+"""Acknowledgements that are kept; with so many of which owners have not heard, pages are asked for."""
 
 LOOK_S: Final = 0.01
 """Long enough for an owner to have heard, unless something is wrong."""
@@ -46,7 +46,7 @@ class _Owed:
     access: bytes
     ack: ResultAck
     until_s: float
-    """When the ticket has expired, nobody takes it any more."""
+    """When the ticket expires: nobody takes it any more."""
     send_s: float
     """When to send it again."""
 
@@ -120,10 +120,15 @@ class Borrowing:
         """Whether owners may not have heard yet that their pages were read."""
         return bool(self._owed)
 
-    def read(self, session: ReceiveSession, loan: Loan) -> bool:
+    def read(self, session: ReceiveSession, loan: Loan, expires_unix_ms: int) -> bool:
         """Read the pages of a session that is not open yet, and tell their owner; on the executor's thread.
 
         Nobody else knows of the session meanwhile: either all of it happens, or its pages hold anything.
+
+        Args:
+            session: whose pages they are to be.
+            loan: the owner's.
+            expires_unix_ms: when the ticket expires, exactly: a loan stays on one host, which has one clock.
 
         Returns:
             Whether the pages are there; otherwise their owner has to be asked for them.
@@ -134,6 +139,8 @@ class Borrowing:
             engine.bounce is not None
             or not engine.plane.is_quick(session.peer, session.num_bytes)
             or session.transfer_id in self._owed  # A ticket is good for one transfer.
+            or len(self._owed) >= MAX_OWED
+            or engine.now_unix_ms() >= expires_unix_ms  # Its owner says so.
         ):
             return False
         try:
@@ -147,6 +154,8 @@ class Borrowing:
             if checks and (damage := checksum_difference([sums.tobytes() for sums in ours], theirs)) is not None:
                 raise PlaneError(damage)
             fault_point("transceiver.before_ack")
+            if engine.now_unix_ms() >= expires_unix_ms:
+                raise PlaneError("their ticket has expired meanwhile")
         except (PlaneError, MissingPageError, ValueError, FaultInjectedError) as error:
             self._log.info("lent pages are asked for", transfer_id=session.transfer_id, reason=str(error))
             return False
@@ -155,7 +164,7 @@ class Borrowing:
             isolated(self._log, "lent pages could not be read", transfer_id=session.transfer_id)
             return False
         # Before anything else: it is handled while this side goes on.
-        self._tell(session, loan.access)
+        self._tell(session, loan.access, expires_unix_ms)
         session.note_slices([begin_ns, end_ns], engine.clock.monotonic_s())
         return True
 
@@ -176,10 +185,23 @@ class Borrowing:
                 self._engine.send(owed.endpoint, owed.ack)
         self._look_s = min((owed.send_s for owed in self._owed.values()), default=math.inf)
 
-    def refused(self, transfer_id: int, session: int) -> None:
-        """An owner does not take an acknowledgement: it need not hear it again (under the lock)."""
-        if (owed := self._owed.get(transfer_id)) is not None and owed.ack.session == session:
-            del self._owed[transfer_id]
+    def take_refusal(self, endpoint: str, refused: Refused) -> bool:
+        """An owner does not take an acknowledgement: it need not hear it again (under the lock).
+
+        Returns:
+            Whether it was one that the owner was told.
+        """
+        owed = self._owed.get(refused.transfer_id)
+        if owed is None or (owed.endpoint, owed.ack.session) != (endpoint, refused.session):
+            return False
+        del self._owed[refused.transfer_id]
+        self._log.warning(
+            "pages were read on loan, and their owner does not take the acknowledgement",
+            transfer_id=refused.transfer_id,
+            owner=str(owed.peer),
+            code=refused.code,
+        )
+        return True
 
     def forget(self, endpoint: str, peer: PeerKey) -> None:
         """An owner is gone, or out of reach for good (under the lock)."""
@@ -187,7 +209,7 @@ class Borrowing:
         for key in gone:
             del self._owed[key]
 
-    def _tell(self, session: ReceiveSession, access: bytes) -> None:
+    def _tell(self, session: ReceiveSession, access: bytes, expires_unix_ms: int) -> None:
         assert session.peer is not None
         ack = ResultAck(
             transfer_id=session.transfer_id,
@@ -200,11 +222,9 @@ class Borrowing:
         self._engine.send(session.endpoint, ack)
         session.acknowledged = True
         now_s = self._engine.clock.monotonic_s()
-        until_s = now_s + self._engine.times.timeout_s
+        until_s = now_s + (expires_unix_ms - self._engine.now_unix_ms()) / 1e3
         with self._table.lock:
             self.borrowed_total += 1
-            if len(self._owed) >= MAX_OWED:
-                del self._owed[next(iter(self._owed))]
             self._owed[session.transfer_id] = _Owed(
                 session.endpoint, session.peer, access, ack, until_s, now_s + CANCEL_REPEAT_S
             )

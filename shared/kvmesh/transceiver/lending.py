@@ -25,12 +25,15 @@ from kvmesh.transceiver.sessions import SendSession
 from kvmesh.transceiver.states import SendEvent, next_send_status
 from kvmesh.transceiver.table import SessionTable
 from kvmesh.transceiver.tickets import SpentNonces, TicketError, check_ticket
-from kvmesh.transceiver.types import PageIds, PeerKey
+from kvmesh.transceiver.types import PageIds
 
 __all__ = ["MAX_LENT_PAGES", "Lending", "page_sums"]
 
 MAX_LENT_PAGES: Final = 64
 """They are named in the ticket, whose length is bounded."""
+
+MAX_REFUSED: Final = 1024
+"""Refused acknowledgements that are remembered."""
 
 
 def page_sums(checksums: PageChecksums, layout: PageLayout, held: Sequence[PageIds]) -> list[bytes]:
@@ -71,6 +74,8 @@ class Lending:
         self._table = table
         self._receivers = receivers
         self._spent = spent
+        self._refused: dict[tuple[bytes, int, int], None] = {}
+        """Route, transfer and session of acknowledgements, the oldest first."""
         self._log = get_logger("transceiver.lending")
 
     def lend(self, transfer_id: int, held: Sequence[PageIds]) -> Loan | None:
@@ -104,43 +109,65 @@ class Lending:
             self._engine.plane.revoke(session.transfer_id, LOAN)
 
     def on_taken(self, route: bytes, ack: ResultAck) -> None:
-        """A receiver has read a loan (under the lock, on the control thread)."""
-        peer = self._receivers.peer(route)
+        """A receiver has read a loan (under the lock, on the control thread).
+
+        The ticket is the right to say so: who says it need not have introduced himself, or may be taken for dead.
+        """
         session = self._table.open.get(ack.transfer_id)
         try:
-            ticket = self._redeem(session, peer, ack)
+            ticket = self._redeem(session, route, ack)
         except TicketError as error:
-            self._table.counters.refused += 1
-            self._log.warning("an acknowledgement was refused", transfer_id=ack.transfer_id, code=error.code)
-            code = error.code or "ticket_refused"
-            refused = Refused(
-                transfer_id=ack.transfer_id,
-                session=ack.session,
-                status=error.status,
-                code=code,
-                message=error.message,
-            )
-            self._engine.send(route, refused)
+            self._refuse(route, ack, error)
             return
-        known = session is not None and session.ticket is not None and session.ticket.nonce == ticket.nonce
-        if not known or session is None or ticket.loan is None or session.terminal or session.peer is not None:
-            # A repeated one, or the pages were given up before it came.
+        if ticket is None or session is None or session.terminal or session.peer is not None:
+            # A repeated one, of what was not lent, or the pages were given up before it came.
             self._table.counters.dropped += 1
             return
-        session.peer, session.session = peer, ack.session
-        session.num_pages, session.num_bytes = ack.num_pages, ack.num_bytes
+        session.peer, session.session = self._receivers.peer(route), ack.session
+        # Not more than was lent, whatever it says.
+        pages = [len(only_pages(held.ids)) for held in session.held]
+        nbytes = sum(count * self._engine.page_bytes(group) for group, count in enumerate(pages))
+        session.num_pages = max(0, min(ack.num_pages, sum(pages)))
+        session.num_bytes = max(0, min(ack.num_bytes, nbytes))
         self._table.advance(session, next_send_status(session.status, SendEvent.TAKEN))
 
-    def _redeem(self, session: SendSession | None, peer: PeerKey | None, ack: ResultAck) -> Ticket:
-        if peer is None:
-            raise TicketError("hello_required", "introduce yourself before acknowledging pages")
-        if session is not None and session.ticket is not None and hmac.compare_digest(session.token, ack.ticket):
-            ticket = session.ticket  # Which this engine has just signed itself.
+    def _redeem(self, session: SendSession | None, route: bytes, ack: ResultAck) -> Ticket | None:
+        """Spend the ticket of an acknowledgement, unless that is a repeated one.
+
+        Returns:
+            None where it is none of this session's loan, and has spent nothing.
+        """
+        mine = None if session is None else session.ticket
+        if session is not None and mine is not None and hmac.compare_digest(session.token, ack.ticket):
+            ticket = mine  # Which this engine has just signed itself.
         else:
             ticket = self._engine.tickets.open_ticket(ack.ticket)
-        purpose = (peer, ack.session)
+        # The identity of a connection stays the same when it is made again.
+        purpose = (route, ack.session)
         if not self._spent.was_spent_on(ticket, purpose):
             now_ms = self._engine.now_unix_ms()
             check_ticket(ticket, transfer_id=ack.transfer_id, owner=self._engine.key, now_unix_ms=now_ms)
+            if ticket.loan is None or ack.status != "done":
+                return None
             self._spent.spend(ticket, now_ms, purpose)
-        return ticket
+        return ticket if mine is not None and mine.nonce == ticket.nonce else None
+
+    def _refuse(self, route: bytes, ack: ResultAck, error: TicketError) -> None:
+        """Say so; it counts once, however often a receiver that has not heard repeats itself."""
+        said = (route, ack.transfer_id, ack.session)
+        if said in self._refused:
+            self._table.counters.dropped += 1
+        else:
+            self._refused[said] = None
+            if len(self._refused) > MAX_REFUSED:
+                del self._refused[next(iter(self._refused))]
+            self._table.counters.refused += 1
+            self._log.warning("an acknowledgement was refused", transfer_id=ack.transfer_id, code=error.code)
+        refused = Refused(
+            transfer_id=ack.transfer_id,
+            session=ack.session,
+            status=error.status,
+            code=error.code or "ticket_refused",
+            message=error.message,
+        )
+        self._engine.send(route, refused)

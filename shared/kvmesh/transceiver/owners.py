@@ -11,7 +11,14 @@ from kvmesh.protocol.disagg import HandOff
 from kvmesh.protocol.transfer import CancelSession, Claim, Loan, Ticket
 from kvmesh.transceiver.claims import open_address, sign
 from kvmesh.transceiver.local import LocalEngine
-from kvmesh.transceiver.tickets import NONCE_BYTES, PromptMismatchError, TicketError, check_endpoint, check_ticket
+from kvmesh.transceiver.tickets import (
+    NEVER_UNIX_MS,
+    NONCE_BYTES,
+    PromptMismatchError,
+    TicketError,
+    check_endpoint,
+    check_ticket,
+)
 from kvmesh.transceiver.types import PeerKey
 
 __all__ = ["Decline", "Owner", "Owners"]
@@ -31,6 +38,8 @@ class Owner(NamedTuple):
     is_claim: bool = False
     loan: Loan | None = None
     """Pages that may be read unasked."""
+    expires_unix_ms: int = NEVER_UNIX_MS
+    """Of the ticket."""
 
 
 class Decline(NamedTuple):
@@ -67,7 +76,14 @@ class Owners:
             raise PromptMismatchError(
                 f"the hand-off of transfer {transfer_id} is for another prompt or cache_salt than this request's"
             )
-        return Owner(_key(ticket), handoff.control_endpoint, handoff.ticket, ticket.num_tokens, loan=ticket.loan)
+        return Owner(
+            peer=_key(ticket),
+            endpoint=handoff.control_endpoint,
+            token=handoff.ticket,
+            num_tokens=ticket.num_tokens,
+            loan=ticket.loan,
+            expires_unix_ms=ticket.expires_unix_ms,
+        )
 
     def of_address(self, transfer_id: int, address: bytes, num_tokens: int, prompt_digest: bytes) -> Owner:
         """The owner of a prompt that it has still to compute, with a claim to it.

@@ -139,7 +139,11 @@ class ReceiverSide:
             num_bytes=num_bytes,
         )
         self.table.check_new(transfer_id)
-        is_borrowed = owner.loan is not None and self._may_borrow(session) and self.borrowing.read(session, owner.loan)
+        is_borrowed = (
+            owner.loan is not None
+            and self._may_borrow(session)
+            and self.borrowing.read(session, owner.loan, owner.expires_unix_ms)
+        )
         with self.table.lock:
             self.table.add(session)
             if any(first_block):
