@@ -265,6 +265,7 @@ class EngineReporter:
         stats.transfer_bytes_total = transfers.bytes_moved_total
         stats.transfer_pages_total = transfers.pages_moved_total
         stats.transfer_pages_reused_total = transfers.pages_reused_total
+        stats.transfers_borrowed_total = transfers.borrowed_total
         stats.staging_bytes = transfers.staging_capacity_bytes
         stats.staging_send_used_bytes = transfers.staging_send_used_bytes
         stats.staging_receive_used_bytes = transfers.staging_receive_used_bytes

@@ -93,10 +93,11 @@ class TransferDesk:
 
         A transfer that progresses ends such a wait; the bound is for peers that say nothing.
         """
-        bound_ms = idle_wait_ms(self._config, tracked_transfers=self.is_tracking, busy=False)
+        awaits_quiet = self.transceiver.awaits_quiet
+        bound_ms = idle_wait_ms(self._config, tracked_transfers=self.is_tracking or awaits_quiet, busy=False)
         if bound_ms is None:
             return None
-        if self._cancelling or self.transceiver.awaits_quiet:
+        if self._cancelling or awaits_quiet:
             return min(bound_ms / 1e3, CANCEL_REPEAT_S)
         return bound_ms / 1e3
 
@@ -241,7 +242,7 @@ class TransferDesk:
         """
         ends, self._ended = self._ended, []
         self._cancelling = {one for one in self._cancelling if not self.transceiver.cancel_request(one)}
-        if not self.is_tracking:
+        if not (self.is_tracking or self.transceiver.awaits_quiet):
             return ends
         overdue = self.transceiver.sweep_timeouts()
         ends += self._settle(self.transceiver.check_context_transfer_status(0))

@@ -266,6 +266,8 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     transfer_bytes_total: int = 0
     transfer_pages_total: int = 0
     transfer_pages_reused_total: int = 0
+    transfers_borrowed_total: int = 0
+    """Whose pages were read here on loan: without asking their owner."""
     staging_bytes: int = 0
     """Size of each of the two staging buffers of the CPP runtime; 0 without it."""
     staging_send_used_bytes: int = 0

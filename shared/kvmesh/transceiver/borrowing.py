@@ -185,6 +185,13 @@ class Borrowing:
                 self._engine.send(owed.endpoint, owed.ack)
         self._look_s = min((owed.send_s for owed in self._owed.values()), default=math.inf)
 
+    def tell_all(self) -> None:
+        """Repeat, for the last time, what owners may not have heard: this engine ends."""
+        with self._table.lock:
+            for owed in self._owed.values():
+                self._engine.send(owed.endpoint, owed.ack)
+            self._owed.clear()
+
     def take_refusal(self, endpoint: str, refused: Refused) -> bool:
         """An owner does not take an acknowledgement: it need not hear it again (under the lock).
 

@@ -367,20 +367,20 @@ class Transceiver:
 
     @property
     def has_tracked_transfers(self) -> bool:
-        """Whether any lease is held here, a receiver waits, or an owner may not have heard that its pages were read.
+        """Whether any lease is held here, or a receiver waits.
 
         An idle executor must not wait without bound then.
         """
         tables = (self._sender.table, self._receiver.table)
-        return (
-            len(self._sender.early.early) > 0
-            or self._receiver.borrowing.owes
-            or any(len(table.open) + len(table.quarantine) > 0 for table in tables)
-        )
+        return len(self._sender.early.early) > 0 or any(len(table.open) + len(table.quarantine) > 0 for table in tables)
 
     @property
     def awaits_quiet(self) -> bool:
-        """Whether peers wait for a look of this engine, or ended transfers for one of a peer."""
+        """Whether a look of this engine is due soon, also without transfers that are open here.
+
+        Peers wait for one, ended transfers for a peer, or an owner may not have heard yet that its pages were read on
+        loan. The latter holds up nothing else: it has its own deadline.
+        """
         return (
             self._sender.waiting.any_put_off
             or self._receiver.borrowing.owes
@@ -410,6 +410,7 @@ class Transceiver:
         self._closed = True
         self._sender.table.stop_movers()
         self._receiver.table.stop_movers()
+        self._receiver.borrowing.tell_all()
         self._control.close(CLOSE_TIMEOUT_S)
         self._workers.close(CLOSE_TIMEOUT_S)
         self._plane.close()

@@ -267,6 +267,18 @@ def test_idle_wait(desk: TransferDesk, transceiver: ScriptedTransceiver) -> None
     assert desk.idle_wait_s() == 1.0
 
 
+def test_what_an_owner_has_still_to_hear_is_looked_at_without_open_transfers(
+    desk: TransferDesk, transceiver: ScriptedTransceiver
+) -> None:
+    desk.look()
+    assert transceiver.calls == []
+    transceiver.awaits_quiet = True
+    assert not desk.is_tracking
+    assert desk.idle_wait_s() == 1.0
+    desk.look()
+    assert transceiver.calls == ["sweep", ("context", 0), ("generation", 0)]
+
+
 def test_a_prompt_on_its_way_is_waited_for(desk: TransferDesk, transceiver: ScriptedTransceiver) -> None:
     assert not desk.wait(1.0, blocked=True), "there is nothing to wait for"
     seq = sequence(1)

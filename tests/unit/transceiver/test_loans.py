@@ -616,6 +616,17 @@ def test_who_owes_too_many_acknowledgements_asks(wire: Wire, monkeypatch: pytest
     ended_usually(wire, 9)
 
 
+def test_who_ends_says_it_once_more(wire: Wire) -> None:
+    """At shutdown: it does not wait for an owner that stands still, which hears of it when it goes on."""
+    ack = owed(wire)
+    wire.receiver.borrowing.tell_all()
+    wire.receiver.borrowing.tell_all()
+    assert list(wire.to_context) == [ack]
+    assert not wire.receiver.borrowing.owes
+    wire.pump()
+    assert wire.sender.poll(0).completed == [7]
+
+
 # Refusals of acknowledgements.
 
 
