@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import structlog
 
@@ -12,7 +14,9 @@ from kvmesh.cache.device import CpuDevice
 from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
 from kvmesh.config.cache_transceiver import CacheTransceiverConfig
 from kvmesh.transceiver import PoolMemory, ServerFacts, TransceiverConfigError, TransceiverStats, create_transceiver
+from kvmesh.transceiver.planes.builtin import BuiltinPlane
 from kvmesh.transceiver.planes.nixl_agent import prepare_environment
+from kvmesh.transceiver.types import PeerKey
 
 LAYOUT = PageLayout.build(
     CacheRequirements((LayerCacheSpec(layer_index=0, num_kv_heads=1, head_dim=64, dtype="float32"),)), 8
@@ -87,6 +91,25 @@ def test_the_transceiver_says_what_it_is_and_closes_twice(
     assert transceiver.stats()._asdict() == idle
     transceiver.shutdown()
     transceiver.shutdown()
+
+
+def test_what_is_lent_is_taken_back_before_a_shutdown_releases_it(memory: PoolMemory) -> None:
+    owner = PeerKey("engine", 1)
+    transceiver = create(memory, fields={})
+    reader = BuiltinPlane([memory], choice="memfd", bind_host="127.0.0.1")
+    reader.attach(owner, transceiver._plane.describe(), "receiver")
+    stood: list[bool] = []
+    lease = SimpleNamespace(
+        page_ids=lambda group: np.array([3], dtype=np.int32),
+        release=lambda: stood.append(reader.stands(owner, access)),
+        quarantine=lambda: None,
+    )
+    transceiver.respond_and_send(7, "c7", lease, 8, 0, b"p" * 32)
+    access: bytes = transceiver._sender.table.open[7].ticket.loan.access
+    assert reader.stands(owner, access)
+    transceiver.shutdown()
+    reader.close()
+    assert stood == [False]
 
 
 @pytest.mark.parametrize(
