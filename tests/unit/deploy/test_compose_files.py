@@ -157,7 +157,7 @@ def run_secrets(root: Path, **environment: str) -> subprocess.CompletedProcess[s
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return subprocess.run(
         ["sh", "-euc", script.replace("$$", "$").replace("/run/", f"{root}/")],
-        env={"PATH": path, "HOME": str(root), "ENCRYPTED": "1", "API_KEYS_FILE": "", **environment},
+        env={"PATH": path, "HOME": str(root), "ENCRYPTED": "1", **environment},
         cwd=root / "kvmesh",
         capture_output=True,
         text=True,
@@ -210,7 +210,7 @@ def test_secrets_are_made_once_and_certificates_are_renewed(tmp_path: Path) -> N
     old_s = time.time() - 310 * 86_400
     os.utime(tmp_path / "of" / "router" / "tls" / "tls.crt", (old_s, old_s))
     (tmp_path / "kvmesh" / "keys").write_text("sk-one")
-    assert run_secrets(tmp_path, API_KEYS_FILE="/run/kvmesh/keys".replace("/run/", f"{tmp_path}/")).returncode == 0
+    assert run_secrets(tmp_path).returncode == 0
     renewed = contents(tmp_path / "of")
     changed = {name for name in renewed if renewed[name] != made.get(f"of/{name}")}
     assert changed == {"router/tls/tls.crt", "router/tls/tls.key", "router/keys"}, "of the same authority"
