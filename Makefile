@@ -86,8 +86,8 @@ cancel-storm: $(DEV) ## Cancel 2000 streams in mid-transfer, four times, over DE
 soak-events: $(DEV) ## Run the random tests and the churn of KV events and their index at full length
 	@KVMESH_SOAK=1 $(BIN)/python -m pytest tests/unit/events tests/integration/events tests/integration/indexer $(ARGS)
 
-soak-e2e: $(DEV) ## Run the end-to-end and worker tests with all their cases
-	@KVMESH_SOAK=1 $(BIN)/python -m pytest tests/e2e tests/integration/worker $(ARGS)
+soak-e2e: $(DEV) ## Run the end-to-end and worker tests with all their cases, and loans under faults
+	@KVMESH_SOAK=1 $(BIN)/python -m pytest tests/e2e tests/integration/worker tests/integration/engine/test_loan_faults.py $(ARGS)
 
 observability-test: $(DEV) ## Run a mesh under load, a real Prometheus and every query of the dashboards
 	@KVMESH_SOAK=1 $(BIN)/python -m pytest -v tests/e2e/test_observability.py $(ARGS)
