@@ -28,7 +28,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300 + 2 * STREAMS * ROUNDS)]
 ENOUGH = 80
 """Streams in all from which on it is no luck how many leave while pages move."""
 AT_A_TIME = 12
-PROMPT_TOKENS = (5, 40, 100)
+PROMPT_TOKENS = (70, 100, 130)
+"""More pages than are read on loan: a loan is no time in which a client could leave."""
 PROBES = 5
 SHARE_THAT_STAYS = 0.1
 SLOW_TRANSFERS = "transceiver.during_transfer=pause:0.06"
@@ -104,7 +105,7 @@ def body(choose: random.Random, *, stream: bool, tokens: int = 0) -> dict[str, A
 def probe_s(mesh: Mesh, choose: random.Random) -> float:
     """Seconds that one request takes."""
     started_s = time.monotonic()
-    status, answer = mesh["router"].post("/v1/completions", body(choose, stream=False, tokens=40))
+    status, answer = mesh["router"].post("/v1/completions", body(choose, stream=False, tokens=70))
     assert status == 200, answer
     return time.monotonic() - started_s
 

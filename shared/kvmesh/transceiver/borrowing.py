@@ -137,7 +137,7 @@ class Borrowing:
         assert session.peer is not None
         if (
             engine.bounce is not None
-            or not engine.plane.is_quick(session.peer, session.num_bytes)
+            or not engine.plane.stands(session.peer, loan.access)  # It is out of reach, or was taken back already.
             or session.transfer_id in self._owed  # A ticket is good for one transfer.
             or len(self._owed) >= MAX_OWED
             or engine.now_unix_ms() >= expires_unix_ms  # Its owner says so.

@@ -133,6 +133,7 @@ class FakePlane:
         self.attach_error: str | None = None
         self.move_error: str | None = None
         self.quick_bytes = -1
+        self.attached = True
         self.lends = False
         self.lend_error: str | None = None
         self.lent: dict[int, bytes] = {}
@@ -191,7 +192,7 @@ class FakePlane:
         return [part.remote.astype("<u8") * self.factor for part in parts] if summed else []
 
     def stands(self, peer: PeerKey, access: bytes) -> bool:
-        return peer.instance_id == "context" and access in self.owner.lent.values()
+        return self.attached and peer.instance_id == "context" and access in self.owner.lent.values()
 
     def move(self, peer: PeerKey, job: MoveJob) -> int:
         job.control.checkpoint()

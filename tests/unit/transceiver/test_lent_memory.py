@@ -11,7 +11,7 @@ from kvmesh.cache.device import CpuDevice, DeviceBuffer
 from kvmesh.net.faults import injected
 from kvmesh.transceiver.integrity import PageChecksums
 from kvmesh.transceiver.planes.base import LOAN, Part, PlaneError
-from kvmesh.transceiver.planes.builtin import QUICK_BYTES, BuiltinPlane, PlaneChoice
+from kvmesh.transceiver.planes.builtin import LENT_BYTES, BuiltinPlane, PlaneChoice
 from kvmesh.transceiver.types import PeerKey, PoolMemory
 
 PAGE, COUNT = 4096, 32
@@ -132,8 +132,8 @@ def test_no_other_access_is_one(ends: tuple[End, End], access: bytes) -> None:
 
 def test_only_few_bytes_are_lent(ends: tuple[End, End]) -> None:
     owner, _ = ends
-    assert owner.plane.lend(7, QUICK_BYTES)
-    assert owner.plane.lend(8, QUICK_BYTES + 1) == b""
+    assert owner.plane.lend(7, LENT_BYTES)
+    assert owner.plane.lend(8, LENT_BYTES + 1) == b""
 
 
 @pytest.mark.parametrize("ends", [("tcp", "tcp"), ("auto", "tcp")], indirect=True)

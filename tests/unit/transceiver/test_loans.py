@@ -152,7 +152,7 @@ def test_who_cannot_read_at_once_asks(wire: Wire, why: str) -> None:
     if why == "too many bytes":
         tokens = 17
     elif why == "not mapped":
-        wire.generation_plane.quick_bytes = -1
+        wire.generation_plane.attached = False
     elif why == "bounce there":
         object.__setattr__(wire.context, "bounce", SimpleNamespace(gather=lambda job, offered: None))
     elif why == "nothing lent":
@@ -338,11 +338,11 @@ def test_a_second_session_of_an_open_transfer_takes_nothing_back(wire: Wire) -> 
 
 def test_a_receiver_that_asks_is_the_only_reader(wire: Wire) -> None:
     handoff = wire.offer(7)
-    wire.generation_plane.quick_bytes = -1
+    wire.generation_plane.attached = False
     wire.ask(7, handoff)
     wire.deliver_to_context()
     assert wire.context_plane.lent == {}
-    wire.generation_plane.quick_bytes = 4 * 256
+    wire.generation_plane.attached = True
     ended_usually(wire)
 
 
@@ -769,9 +769,9 @@ def test_a_death_during_a_copy_that_cannot_be_used_fails_at_once(wire: Wire) -> 
 def test_an_open_transfer_is_not_read_again(wire: Wire) -> None:
     """The pages of the second lease are its caller's, who hears that there is an open one."""
     handoff = wire.offer(7)
-    wire.generation_plane.quick_bytes = -1
+    wire.generation_plane.attached = False
     wire.ask(7, handoff)
-    wire.generation_plane.quick_bytes = 4 * 256
+    wire.generation_plane.attached = True
     with pytest.raises(ValueError, match="open already"):
         wire.ask(7, handoff)
     assert not wire.generation_plane.read
