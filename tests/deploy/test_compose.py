@@ -236,11 +236,19 @@ def test_keys_of_clients(mesh: Project, docker: Docker) -> None:
     image = docker.inspect(router)[0]["Config"]["Image"]
     volume = f"{mesh.name}_secrets:/run/kvmesh"
     docker(
-        "run", "--rm", "-v", volume, "--entrypoint", "sh", image, "-c", "umask 077; echo sk-deploy >/run/kvmesh/keys"
+        "run",
+        "--rm",
+        "-v",
+        volume,
+        "--entrypoint",
+        "sh",
+        image,
+        "-c",
+        "umask 077; echo sk-deploy >/run/kvmesh/api_keys",
     )
-    keys = {"KVMESH_API_KEYS_FILE": "/run/kvmesh/keys"}
+    keys = {"KVMESH_API_KEYS_FILE": "/run/kvmesh/api_keys"}
     mesh.up("router", **keys)
-    assert secrets_in(mesh, docker, "router") == {"keys"}
+    assert secrets_in(mesh, docker, "router") == {"api_keys"}
     statuses = {}
     for key in ("sk-wrong", "sk-deploy"):
         with openai.OpenAI(base_url=f"{mesh.url}/v1", api_key=key, max_retries=0, timeout=60) as client:

@@ -80,7 +80,9 @@ etcd_tls:
   {{- with .serverName }}
   server_name: {{ . }}
   {{- end }}
-{{ end -}}
+{{ else if or .clientCertificate .serverName -}}
+{{- fail "etcd.tls.existingSecret must name the Secret that has the ca.crt for etcd.tls.serverName and etcd.tls.clientCertificate" -}}
+{{- end -}}
 {{- end -}}
 {{- with .Values.etcd.auth -}}
 {{- if .user -}}
@@ -89,6 +91,8 @@ etcd_tls:
 {{- end -}}
 etcd_user: {{ .user | quote }}
 etcd_password_file: /etc/kvmesh/etcd-auth/password
+{{- else if .existingSecret -}}
+{{- fail "etcd.auth.user must name the user whose password etcd.auth.existingSecret has" -}}
 {{- end -}}
 {{- end -}}
 {{- else if or .Values.etcd.tls.existingSecret .Values.etcd.auth.user -}}

@@ -47,7 +47,7 @@ EXCHANGE_TIMEOUT_S = 3.0
 WATCH_S = 30.0
 """Length of one long poll."""
 
-FAREWELL_S = 1.0
+FAREWELL_S = 2.0
 """How long a stopping process tries to say goodbye; its lease does the rest."""
 
 LAST_WORDS_S = 0.5

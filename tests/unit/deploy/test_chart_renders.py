@@ -128,6 +128,14 @@ def test_older_helm_refuses_them_too() -> None:
         ),
         ({"etcd": {"auth": {"user": "kvmesh"}}}, "etcd.tls and etcd.auth are for etcd.mode external"),
         (
+            {"etcd": {"mode": "external", "endpoints": ["https://e:2379"], "tls": {"serverName": "e"}}},
+            "etcd.tls.existingSecret must name the Secret",
+        ),
+        (
+            {"etcd": {"mode": "external", "endpoints": ["https://e:2379"], "auth": {"existingSecret": "s"}}},
+            "etcd.auth.user must name the user",
+        ),
+        (
             {"etcd": {"mode": "external", "endpoints": ["http://e:2379"], "auth": {"user": "kvmesh"}}},
             "etcd.auth.existingSecret must name the Secret",
         ),

@@ -209,11 +209,12 @@ def test_secrets_are_made_once_and_certificates_are_renewed(tmp_path: Path) -> N
     assert contents(tmp_path) == made, "nothing is made twice"
     old_s = time.time() - 310 * 86_400
     os.utime(tmp_path / "of" / "router" / "tls" / "tls.crt", (old_s, old_s))
-    (tmp_path / "kvmesh" / "keys").write_text("sk-one")
+    (tmp_path / "kvmesh" / "api_keys").write_text("sk-one")
+    (tmp_path / "kvmesh" / "cluster_secret.old").write_text("not the router's")
     assert run_secrets(tmp_path).returncode == 0
     renewed = contents(tmp_path / "of")
     changed = {name for name in renewed if renewed[name] != made.get(f"of/{name}")}
-    assert changed == {"router/tls/tls.crt", "router/tls/tls.key", "router/keys"}, "of the same authority"
+    assert changed == {"router/tls/tls.crt", "router/tls/tls.key", "router/api_keys"}, "of the same authority"
     for name in ("router", "etcd"):
         tls = tmp_path / "of" / name / "tls"
         files = {"cert_file": tls / "tls.crt", "key_file": tls / "tls.key", "ca_file": tls / "ca.crt"}
@@ -222,18 +223,42 @@ def test_secrets_are_made_once_and_certificates_are_renewed(tmp_path: Path) -> N
         assert {"kvmesh.internal", name} <= set(certificate.names)
 
 
-def test_an_authority_beside_its_certificates_is_moved(tmp_path: Path) -> None:
-    """As earlier versions left it."""
+def test_an_authority_beside_its_certificates_signs(tmp_path: Path) -> None:
+    """As earlier versions left it, or as its owner did, who keeps it."""
     make_certificate(tmp_path / "kvmesh" / "tls")
     before = contents(tmp_path / "kvmesh")
-    for name in RECEIVERS:  # as if there were new ones already, which takes less time
-        (tmp_path / "of" / name / "tls").mkdir(parents=True)
-        (tmp_path / "of" / name / "tls" / "tls.crt").touch()
     assert run_secrets(tmp_path).returncode == 0
-    assert (tmp_path / "authority" / "ca.key").read_bytes() == before.pop("tls/ca.key")
-    after = contents(tmp_path / "kvmesh")
-    assert "tls/ca.key" not in after
-    assert before.items() <= after.items()
+    assert before.items() <= contents(tmp_path / "kvmesh").items()
+    assert (tmp_path / "authority" / "ca.key").read_bytes() == before["tls/ca.key"]
+    given = {name: contents(tmp_path / "of" / name) for name in RECEIVERS}
+    assert {files["tls/ca.crt"] for files in given.values()} == {before["tls/ca.crt"]}
+    assert before["tls/tls.key"] not in {files["tls/tls.key"] for files in given.values()}
+
+
+def test_another_authority_than_before_signs_anew(tmp_path: Path) -> None:
+    """Certificates that were passed on were taken away again."""
+    make_certificate(tmp_path / "kvmesh" / "tls")
+    (tmp_path / "kvmesh" / "tls" / "ca.key").unlink()
+    assert run_secrets(tmp_path).returncode == 0
+    foreign = contents(tmp_path / "of" / "router")
+    shutil.rmtree(tmp_path / "kvmesh" / "tls")
+    assert run_secrets(tmp_path).returncode == 0
+    authority = (tmp_path / "authority" / "ca.crt").read_bytes()
+    for name in RECEIVERS:
+        given = contents(tmp_path / "of" / name)
+        assert given["tls/ca.crt"] == authority != foreign["tls/ca.crt"]
+        assert given["tls/tls.crt"] != foreign["tls/tls.crt"]
+
+
+def test_keys_that_are_taken_away_are_gone_at_the_router(tmp_path: Path) -> None:
+    for text in ("sk-one\nsk-two\n", "sk-two\n", ""):
+        (tmp_path / "kvmesh").mkdir(exist_ok=True)
+        (tmp_path / "kvmesh" / "api_keys").write_text(text)
+        assert run_secrets(tmp_path, ENCRYPTED="").returncode == 0
+        assert (tmp_path / "of" / "router" / "api_keys").read_text() == text
+    (tmp_path / "kvmesh" / "api_keys").unlink()
+    assert run_secrets(tmp_path, ENCRYPTED="").returncode == 0
+    assert contents(tmp_path / "of" / "router") == {}
 
 
 def test_certificates_of_another_authority_are_passed_on(tmp_path: Path) -> None:
