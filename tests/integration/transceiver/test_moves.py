@@ -87,7 +87,7 @@ def test_few_pages_in_shared_memory_are_read_on_loan(pair: Pair) -> None:
     before = pair.generation.stats()["borrowed_total"]
     pair.move(311, [3, 4], [5, 6])
     pair.move(312, [7, 8], [9, 10], first=1)
-    pair.move(313, scattered(8, 12), scattered(9, 12))
+    pair.move(313, scattered(8, 40), scattered(9, 40))
     expected = 2 if pair.way == "memfd" else 0
     assert pair.generation.stats()["borrowed_total"] - before == expected
     assert pair.context.stats()["refused_total"] == 0

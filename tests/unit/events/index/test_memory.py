@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -157,16 +159,11 @@ def test_the_gauge_is_the_share_of_the_process(what: str, within: float) -> None
 
     Twins are further hashes of blocks that are held already; a salt has a scope and a digest of its own.
     """
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:  # pragma: no cover
-        os.close(reader)
-        os.write(writer, _measured(what).encode())
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        counted, grown = map(int, pipe.read().split())
-    os.waitpid(child, 0)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    child = subprocess.run(
+        [sys.executable, __file__, what], env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
+    counted, grown = map(int, child.stdout.split())
     assert counted == pytest.approx(grown, rel=within)
 
 
@@ -197,3 +194,7 @@ def run_of(i: int, *, first: int = 1) -> Stored:
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    print(_measured(sys.argv[1]))
