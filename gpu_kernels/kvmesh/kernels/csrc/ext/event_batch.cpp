@@ -5,9 +5,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <utility>
 
-#include "index_table.h"
+#include "index_distinct.h"
 
 namespace kvmesh {
 namespace {
@@ -378,29 +377,8 @@ class EventReader {
     const size_t tokens = event_.num_tokens;
     if (tokens != 0 && (tokens % blocks != 0 || tokens / blocks != static_cast<size_t>(event_.block_size))) return false;
     const auto first = batch_.hashes.begin() + static_cast<std::ptrdiff_t>(event_.first_hash);
-    if (blocks == 1) return !event_.has_parent || event_.parent != *first;
-    return all_different(&*first, blocks);
-  }
-
-  // By a table of places, four for each hash, where 0 is none; two hashes of 0 are caught by counting. Publishers choose
-  // the hashes: without a secret they could choose many for one place.
-  bool all_different(const uint64_t* hashes, size_t count) const {
-    size_t bits = 3;
-    while (size_t{1} << bits < 4 * count) ++bits;
-    std::vector<uint64_t>& table = batch_.scratch;
-    table.assign(size_t{1} << bits, 0);
-    bool zero = false;
-    const uint64_t secret = index::secret_multiplier();
-    const auto add = [&](uint64_t hash) {
-      if (hash == 0) return !std::exchange(zero, true);
-      const uint64_t mixed = (hash ^ secret) * 0x9E3779B97F4A7C15u;
-      size_t place = (mixed ^ mixed >> 32) * secret >> (64 - bits);
-      for (; table[place] != 0; place = (place + 1) & (table.size() - 1))
-        if (table[place] == hash) return false;
-      table[place] = hash;
-      return true;
-    };
-    return (!event_.has_parent || add(event_.parent)) && std::all_of(hashes, hashes + count, add);
+    const auto parent = event_.has_parent ? std::optional(event_.parent) : std::nullopt;
+    return index::all_different(parent, &*first, blocks, &batch_.scratch);
   }
 
   Reader& in_;

@@ -48,8 +48,8 @@ void Core::predict(uint32_t stream, uint32_t scope, Cut cut, const uint64_t* key
 void Core::hold_predicted(Source& source, uint32_t node, uint32_t due) {
   plan_expiry(due, source.stream, node);
   const Status held = (status(node, source) & kHeldMask) | held_in(kDevice);
+  source.tables[Source::kPredicted].append(prediction(due, node), node);  // first, as in hold
   set_status(node, source, status_above(node, source), held);
-  source.tables[Source::kPredicted].append(prediction(due, node), node);
   ++counters.residencies;
   ++counters.predicted;
 }
@@ -169,7 +169,10 @@ bool Core::forget_oldest() {
   if (source == nullptr) return false;
   Held& held = source->tables[table];
   held.oldest(std::clamp(most / kForgetShare, size_t{1}, kForgetAtOnce), positions_);
+  // Those that are spared stay where they are until nothing can fail any more.
+  size_t spared = positions_.size();
   spared_.clear();
+  spared_.reserve(positions_.size());
   for (auto at = positions_.rbegin(); at != positions_.rend(); ++at) {  // children before their parents
     const uint32_t node = held.node(*at), parent = nodes[node].parent;
     const bool asked = nodes[node].asked();
@@ -179,8 +182,7 @@ bool Core::forget_oldest() {
     nodes[node].set_asked(false);
     if (spare) {
       ++source->spared[table];
-      spared_.push_back({held.hash(*at), node});
-      held.erase(*at);
+      positions_[--spared] = *at;
       continue;
     }
     source->spared[table] = 0;
@@ -193,7 +195,8 @@ bool Core::forget_oldest() {
       source->forgot = true;
     }
   }
-  std::reverse(spared_.begin(), spared_.end());
+  for (size_t i = spared; i < positions_.size(); ++i) spared_.push_back({held.hash(positions_[i]), held.node(positions_[i])});
+  for (size_t i = positions_.size(); i-- > spared;) held.erase(positions_[i]);
   held.put_back(spared_);
   held.trim();
   return true;

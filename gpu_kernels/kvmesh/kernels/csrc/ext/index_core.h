@@ -140,7 +140,9 @@ class Core {
   void set_status(uint32_t node, Source& source, Status above, Status held);
   void set_state(uint32_t node, Source& source, const Step& step);
   void spread(uint32_t node, Source& source);
+  void unset_held(Source& source, int tier, uint32_t node);
   void clear_held(Source& source, int tier, uint32_t node);
+  uint32_t let_go(Source& source, int tier, uint32_t at);
   void release(Source& source, int tier, uint32_t at);
   void remove_chunk(Source& source, int tier, const uint64_t* hashes, size_t count);
   Step removal(const Source& source, int tier, uint32_t node);

@@ -22,12 +22,13 @@ void Core::hold(Source& source, int tier, uint64_t hash, uint32_t node, Status a
     *step = {state, above, before, after, states.changed(state, source.number, after), plain,
              (before ^ after) >> kTiers != 0};
   }
+  // First, since it may fail: a block that is held but in no table could never be taken back.
+  source.tables[tier].append(hash, node);
   if ((step->before & held_in(tier)) == 0) {
     set_state(node, source, *step);
   } else if (tier != kDevice || !drop_prediction(source, node)) {
     source.add_twin(tier, node);
   }
-  source.tables[tier].append(hash, node);
   source.tell(tier, nodes.scope_of(node), 1, mixed(hash));
   ++counters.residencies;
 }
@@ -71,19 +72,28 @@ Status Core::status_above(uint32_t node, const Source& source) const {
   return parent == kNone ? kRoot : status(parent, source);
 }
 
-void Core::clear_held(Source& source, int tier, uint32_t node) {
+void Core::unset_held(Source& source, int tier, uint32_t node) {
   const Status held = status(node, source) & kHeldMask & ~held_in(tier);
   set_status(node, source, held == 0 ? Status{0} : status_above(node, source), held);
+}
+
+void Core::clear_held(Source& source, int tier, uint32_t node) {
+  unset_held(source, tier, node);
   nodes.prune(node);
 }
 
-void Core::release(Source& source, int tier, uint32_t at) {
+void Core::release(Source& source, int tier, uint32_t at) { nodes.prune(let_go(source, tier, at)); }
+
+// The block's node, which is for the caller to prune.
+uint32_t Core::let_go(Source& source, int tier, uint32_t at) {
   Held& held = source.tables[tier];
   const uint32_t node = held.node(at);
+  // First, since it may fail: see hold.
+  if (source.twins.empty() || !source.drop_twin(tier, node)) unset_held(source, tier, node);
   source.take_back(tier, nodes.scope_of(node), 1, mixed(held.hash(at)));
   held.erase(at);
   --counters.residencies;
-  if (source.twins.empty() || !source.drop_twin(tier, node)) clear_held(source, tier, node);
+  return node;
 }
 
 void Core::move(uint32_t stream, int tier, const uint64_t* hashes, size_t count) {

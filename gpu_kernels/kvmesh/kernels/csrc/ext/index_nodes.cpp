@@ -179,7 +179,7 @@ std::vector<uint32_t> Nodes::compact() {
   end_ = end;
   first_free_ = kNone;
   nodes_.set_capacity(end_ + end_ / 16);
-  table_.resize(end_ + end_ / 16);
+  table_.shrink(end_ + end_ / 16);
   return moved;
 }
 

@@ -133,11 +133,12 @@ class Nodes {
     const uint32_t node = find(tree, key, &free);
     return node == kNone ? add_at(free, tag(tree, key), tree, key, parent) : node;
   }
+  // A new one, where find_tagged has found none: a key is in the table once, as snapshots and look-ups rely on.
   uint32_t add_at(Table::Place free, uint32_t tag, uint32_t tree, uint64_t key, uint32_t parent);
-  // A new node as the only child of one that has none, with a state whose use is for the caller to count.
-  uint32_t add_only_child(uint32_t tag, uint32_t tree, uint64_t key, uint32_t parent, uint32_t state) {
+  // The same as the only child of one that has none, with a state whose use is for the caller to count.
+  uint32_t add_only_child(Table::Place free, uint32_t tag, uint32_t tree, uint64_t key, uint32_t parent, uint32_t state) {
     const uint32_t node = first_free_ == kNone ? end_ : first_free_;
-    table_.insert(tag, node);
+    table_.insert_at(free, tag, node);
     if (first_free_ == kNone) {
       ++end_;
     } else {

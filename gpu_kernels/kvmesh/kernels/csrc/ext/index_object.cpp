@@ -122,6 +122,11 @@ PyObject* core_apply(PyObject* self, PyObject* const* arguments, Py_ssize_t coun
   });
 }
 
+PyObject* core_replace(PyObject* self, PyObject*) {
+  state_of(self).replaced = true;
+  Py_RETURN_NONE;
+}
+
 PyObject* core_reclaim(PyObject* self, PyObject* argument) {
   const size_t limit = PyLong_AsSize_t(argument);
   if (PyErr_Occurred()) return nullptr;
@@ -231,14 +236,14 @@ PyObject* core_digests(PyObject* self, PyObject* argument) {
     if (source.forgot) Py_RETURN_NONE;
     Source::Map<Digest> digests = source.digests;
     // A parked block may be held under another parent, or be parked twice; it was told once.
-    std::vector<std::pair<int, uint64_t>> counted;
+    using Hashes = std::unordered_set<uint64_t, SecretHash>;
+    Hashes counted[kTiers];
     source.parked.each([&](const ParkedRun& run) {
+      const Hashes removed(run.removed.begin(), run.removed.end());
       for (const uint64_t hash : run.hashes) {
-        if (std::find(run.removed.begin(), run.removed.end(), hash) != run.removed.end()) continue;
+        if (!removed.empty() && removed.count(hash) > 0) continue;
         if (source.tables[run.tier].find(hash) != kNone) continue;
-        const std::pair<int, uint64_t> block{run.tier, hash};
-        if (std::find(counted.begin(), counted.end(), block) != counted.end()) continue;
-        counted.push_back(block);
+        if (!counted[run.tier].insert(hash).second) continue;
         Digest& digest = digests[Source::digest_key(run.tier, run.scope)];
         ++digest.num_blocks;
         digest.sum += mixed(hash);
@@ -271,6 +276,7 @@ PyMethodDef core_methods[] = {
     {"clear", core_clear, METH_O, "clear(stream)"},
     {"set_hidden", fast(core_set_hidden), METH_FASTCALL, "set_hidden(stream, hidden)"},
     {"apply", fast(core_apply), METH_FASTCALL, "apply(stream, records)"},
+    {"replace", core_replace, METH_NOARGS, "replace()\n\nThere is another core in its place: its writers raise RuntimeError."},
     {"reclaim", core_reclaim, METH_O, "reclaim(limit) -> bool\n\nWhether there is more to take out."},
     {"reclaimable", core_reclaimable, METH_NOARGS, "reclaimable() -> bool"},
     {"num_held", core_num_held, METH_O, "num_held(stream) -> int"},

@@ -36,7 +36,9 @@ struct State {
   std::vector<Names> names;                     // by stream
   uint64_t lives = 0;
   std::vector<uint64_t> hashes, locals, keys;   // of the call that is being made
+  std::vector<uint64_t> scratch;
   std::string scope_key;
+  bool replaced = false;  // by what a snapshot holds: whoever still has this core has the wrong one
   uint64_t changes = 0;  // calls that may have changed the index
   std::unique_ptr<SnapshotWriter> writer;
   uint64_t writer_number = 0, writer_changes = 0;
@@ -79,6 +81,9 @@ bool apply_events(State& state, uint32_t stream, const WireBatch& batch);
 bool admitted(const WireText& kind, bool single_group);
 // The scope of a stored event that names these (None: the source's), with one use more; kNone with an exception set.
 uint32_t use_scope(State& state, uint32_t stream, PyObject* model, PyObject* tenant, PyObject* lora, PyObject* salt);
+
+// Whether the hashes of a run differ, as stored events must; false with an exception set.
+bool check_different(State& state, const Run& run);
 
 extern PyMethodDef query_methods[];        // match, match_hashes, predict and the like: index_queries.cpp
 extern PyMethodDef persistence_methods[];  // snapshots: index_persistence.cpp

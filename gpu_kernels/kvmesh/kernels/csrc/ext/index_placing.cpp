@@ -17,6 +17,7 @@ uint64_t rolled(uint64_t parent, uint64_t local) { return xxh3_64_of_pair(parent
 }  // namespace
 
 void Core::store(uint32_t stream, const Run& run) {
+  if (run.count == 0) return;
   Source& source = this->source(stream);
   if (run.tier != kDevice) set_bit(cold_, source.number, true);
   if (!place(source, run)) {
@@ -180,6 +181,11 @@ void Core::hold_chunk(Source& source, uint32_t tree, uint32_t* parent, const Run
   Status above = *parent == kNone ? kRoot : status(*parent, source);
   Step step;
   Plain plain{states, counters, step, 1};
+  const auto settle = [&] {
+    plain.settle();
+    if (plain.num_blocks > 0) source.tell(run.tier, nodes.tree(tree).scope, plain.num_blocks, plain.sum);
+    plain.num_blocks = plain.sum = 0;
+  };
   uint32_t last = kNone;  // the node of the block before, if that is of this chunk and not new
   bool below_new = false;
   for (size_t i = 0; i < count; ++i) {
@@ -228,45 +234,50 @@ void Core::hold_chunk(Source& source, uint32_t tree, uint32_t* parent, const Run
       *parent = node;
       continue;
     }
-    plain.settle();
+    settle();
     if (at != kNone && held.node(at) == node) {
       ++duplicates;
     } else {
+      uint32_t released = kNone;
       if (at != kNone) {  // the engine gives the hash to other tokens
         source.doubt(hash);
-        release(source, run.tier, at);
+        released = let_go(source, run.tier, at);
         above = *parent == kNone ? kRoot : status(*parent, source);
-        // The node may have been kept for what was just released below it.
-        node = nodes.find_or_add(tree, chunk.keys[i], *parent);
-        below_new = false;
-        last = kNone;
       }
       try {
         hold(source, run.tier, hash, node, above, &step);
       } catch (...) {
         nodes.prune(node);
+        if (released != kNone && !nodes.is_free(released)) nodes.prune(released);
         throw;
+      }
+      // Not before: the parent and the node may have been there for what has been released below them only.
+      if (released != kNone) {
+        nodes.prune(released);
+        below_new = false;
+        last = kNone;
       }
     }
     above = nodes[node].state == step.to ? step.after : status(node, source);
     *parent = node;
   }
-  plain.settle();
-  if (plain.num_blocks > 0) source.tell(run.tier, nodes.tree(tree).scope, plain.num_blocks, plain.sum);
+  settle();
   counters.stored += count - duplicates;
   counters.duplicates += duplicates;
 }
 
-// Blocks from `begin` on, below a node that is new: so these are new, too. Up to one whose hash the source has given to
-// other tokens; how many.
+// Blocks from `begin` on, below a node that is new: so these are mostly new, too. Up to one whose hash the source has
+// given to other tokens, or whose node is there: who chooses the tokens can choose keys that come again. How many.
 size_t Core::hold_new(Held& held, uint32_t tree, uint32_t* parent, const Chunk& chunk, size_t begin, Plain* plain) {
   size_t i = begin;
   for (; i < chunk.count; ++i) {
     const uint64_t hash = chunk.hashes[i];
     if (i + kAhead < chunk.count) nodes.prefetch_spill_tagged(chunk.node_tags[i + kAhead]);
-    Table::Place free{};
+    Table::Place node_free{}, free{};
+    if (nodes.find_tagged(chunk.node_tags[i], tree, chunk.keys[i], &node_free) != kNone) break;
     if (held.find_tagged(chunk.held_tags[i], hash, &free) != kNone) break;
-    const uint32_t node = nodes.add_only_child(chunk.node_tags[i], tree, chunk.keys[i], *parent, plain->step.to);
+    const uint32_t node =
+        nodes.add_only_child(node_free, chunk.node_tags[i], tree, chunk.keys[i], *parent, plain->step.to);
     try {
       held.append_at(free, chunk.held_tags[i], hash, node);
     } catch (...) {

@@ -130,15 +130,17 @@ class Table {
         if (number != kNone) number = renamed(number);
   }
 
-  // Makes room for `count` entries and no more; not fewer than there are.
+  // Makes room for `count` entries and no more; not fewer than there are. On bad_alloc nothing has changed.
   void resize(size_t count);
+  // As resize, where that makes it smaller and there is memory for both.
+  void shrink(size_t count);
   // Gives memory back where most of it is not in use.
   void tidy() {
-    if (count_ < limit(homes_) / 4 && bytes() > kPageBytes) resize(count_ + count_ / 8);
+    if (count_ < limit(homes_) / 4 && bytes() > kPageBytes) shrink(count_ + count_ / 8);
   }
   // Gives back all but an eighth of what is not in use, where little is: a table that has just doubled stays as it is.
   void trim() {
-    if (count_ < limit(homes_) / 8 * 3) resize(count_ + count_ / 8);
+    if (count_ < limit(homes_) / 8 * 3) shrink(count_ + count_ / 8);
   }
 
  private:
@@ -196,14 +198,13 @@ class Table {
   }
   Table(const Table& larger, size_t homes) : lines_(larger.lines_.account()), homes_(homes) { extend(lines_for(homes)); }
   void extend(size_t end);
-  void spread(size_t end, bool doubled);
+  size_t longest_run() const;
+  void spread(size_t end, bool doubled, std::vector<Line>& moving_lines, std::vector<uint8_t>& used_slots);
 
   Array<Line> lines_;
   size_t homes_ = 0;
   size_t end_ = 0;  // lines in use, of which the last is not full
   size_t count_ = 0;
-  std::vector<Line> moving_;     // these two are empty but while the table grows
-  std::vector<uint8_t> used_;
 };
 
 }  // namespace kvmesh::index
