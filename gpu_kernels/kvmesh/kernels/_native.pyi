@@ -1,7 +1,7 @@
 # Signatures of the CPython extension (csrc/ext). Arrays must be contiguous; the GIL is left for large inputs.
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self
+from typing import Any, Self, SupportsIndex
 
 import msgspec
 import numpy as np
@@ -96,7 +96,7 @@ class SourceWriter:
         self,
         hashes: NDArray[np.uint64],
         local_hashes: NDArray[np.uint64],
-        parent: int | None,
+        parent: SupportsIndex | None,
         block_size: int,
         tier: int = 0,
         /,
@@ -129,6 +129,7 @@ class PrefixCore:
     def clear(self, stream: int, /) -> None: ...
     def set_hidden(self, stream: int, hidden: bool, /) -> None: ...
     def apply(self, stream: int, records: Iterable[Any], /) -> None: ...
+    def replace(self) -> None: ...
     def reclaim(self, limit: int, /) -> bool: ...
     def reclaimable(self) -> bool: ...
     def num_held(self, stream: int, /) -> int: ...

@@ -131,18 +131,24 @@ class PrefixIndex:
         """Take in records of a known source, in order; those of unknown sources are passed over.
 
         Raises:
-            ValueError: a record's tokens do not fill its blocks, or it has no such tier or block size.
+            ValueError: a record's tokens do not fill its blocks, it has no such tier or block size, or two of a stored
+                record's hashes, its parent's included, are equal.
         """
         if (known := self._known.get(source)) is not None:
             self._core.apply(known.stream, records)
 
     def writer(self, source: Source) -> _native.SourceWriter:
-        """For callers that have arrays of hashes and make no records; void once the source is removed.
+        """For callers that have arrays of hashes and make no records.
+
+        Once the source is removed, or added as something else, a writer does nothing; after :meth:`restore` its methods
+        raise RuntimeError.
 
         ``store(hashes, local_hashes, parent, block_size, tier=0)`` does what :meth:`apply` does with a
         :class:`Stored` in the source's own scope, ``discard(hashes, tier=0)`` what it does with a :class:`Removed`.
         ``hashes`` are uint64 ``[n]``, the engine's own, no two equal, ``local_hashes`` the XXH3 of each block's own
-        tokens (:func:`kvmesh.hashing.local_hashes`), ``parent`` is an engine hash, or None at the start of a sequence.
+        tokens (:func:`kvmesh.hashing.local_hashes`), ``parent`` is an engine hash that is not among them, or None at
+        the start of a sequence. Arrays of another type raise TypeError, what does not fit ValueError; then nothing has
+        changed.
 
         Raises:
             KeyError: the source is not known.
@@ -337,6 +343,7 @@ class PrefixIndex:
             if header.watermark:
                 marks[source] = header.watermark
         held = reader.restore(core, streams, self._now_tick())
+        self._core.replace()
         self._core, self._known, self._hidden, self._predicts = core, known, hidden, True
         if watermarks is not None:
             watermarks.update(marks)

@@ -14,6 +14,7 @@ from kvmesh.events.decoding import decode_batch
 from kvmesh.events.index import PrefixIndex, Source
 from kvmesh.events.records import Removed, Stored, Tier
 from kvmesh.hashing import local_hashes
+from kvmesh.kernels import _native
 
 W = Source("w")
 BLOCK = 2
@@ -109,6 +110,118 @@ def test_arrays_that_do_not_fit_change_nothing() -> None:
     with pytest.raises(KeyError):
         index.writer(Source("nobody"))
     assert index.statistics().residencies == 0
+
+
+@pytest.mark.parametrize(
+    ("array", "error"),
+    [
+        (np.array([1.0]), TypeError),
+        (np.array([1], np.int64), TypeError),
+        (np.array([1], ">u8"), TypeError),
+        (bytes(8), TypeError),
+        (np.array(1, np.uint64), ValueError),
+        (np.ones((1, 1), np.uint64), ValueError),
+        (np.arange(1, 4, dtype=np.uint64)[::2], ValueError),
+        (np.frombuffer(bytes(9), np.uint64, 1, 1), ValueError),
+    ],
+)
+def test_arrays_are_of_hashes_in_a_row(array: Any, error: type[Exception]) -> None:
+    """Floats, signed or foreign-endian numbers and arrays of other shapes were taken as they lay in memory."""
+    index = new_index()
+    writer = index.writer(W)
+    one = np.arange(1, 2, dtype=np.uint64)
+    for hashes, locals_ in ((array, one), (one, array)):
+        with pytest.raises(error, match=r"hashes must be|not C-contiguous"):
+            writer.store(hashes, locals_, None, BLOCK)
+    with pytest.raises(error, match=r"hashes must be|not C-contiguous"):
+        writer.discard(array)
+    assert index.statistics().residencies == 0
+
+
+def test_a_parent_is_any_integer() -> None:
+    index = new_index()
+    writer = index.writer(W)
+    hashes = np.arange(1, 3, dtype=np.uint64)
+    writer.store(hashes, hashes, None, BLOCK)
+    writer.store(hashes + np.uint64(2), hashes, hashes[-1], BLOCK)
+    assert (index.num_held(W), index.statistics().parked_runs) == (4, 0)
+    with pytest.raises(TypeError, match="integer"):
+        writer.store(hashes, hashes, 1.0, BLOCK)  # type: ignore[arg-type]
+
+
+def test_no_blocks_are_no_run() -> None:
+    """They waited for their parent, and made 0 a name of none."""
+    index = new_index()
+    writer = index.writer(W)
+    none, one = np.array([], np.uint64), np.arange(1, 2, dtype=np.uint64)
+    writer.store(none, none, 99, BLOCK)
+    writer.store(none, none, 0, BLOCK)
+    assert index.statistics().parked_runs == 0
+    writer.store(one, one, None, BLOCK)
+    writer.store(one + one, one, 0, BLOCK)
+    assert (index.num_held(W), index.statistics().parked_runs) == (1, 1)
+
+
+def test_a_writer_of_an_index_that_has_been_restored() -> None:
+    """It wrote into what the snapshot had replaced, and said nothing."""
+    index = new_index()
+    writer = index.writer(W)
+    one = np.arange(1, 2, dtype=np.uint64)
+    writer.store(one, one, None, BLOCK)
+    index.restore(list(index.snapshot()))
+    with pytest.raises(RuntimeError, match="restored from a snapshot"):
+        writer.store(one + one, one, None, BLOCK)
+    with pytest.raises(RuntimeError, match="restored from a snapshot"):
+        writer.discard(one)
+    assert index.num_held(W) == 1
+    index.writer(W).discard(one)
+    assert index.num_held(W) == 0
+
+
+class Rogue:
+    """A number that takes the source away while it is read."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+
+    def __index__(self) -> int:
+        self._index.remove(W)
+        return 0
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "mamba"])
+def test_a_source_that_is_removed_while_its_record_is_read(kind: str) -> None:
+    index = new_index()
+    group: Any = Rogue(index)
+    index.apply(W, [Removed(hashes=[1], group=group)])
+    index.add(W, model="m")
+    tier: Any = Rogue(index)
+    index.apply(W, [Removed(hashes=[1], tier=tier)])
+    index.add(W, model="m")
+    tokens = np.zeros(BLOCK, np.int32)
+    index.apply(W, [Stored(hashes=[1], parent=None, token_ids=tokens, block_size=BLOCK, tier=tier, kind=kind)])
+    assert (index.sources(), index.statistics().residencies) == ([], 0)
+
+
+def test_records_keep_a_payload_that_changes() -> None:
+    payload = bytearray(msgspec.msgpack.encode([0.0, [["BlockStored", [1], None, [1, 2], BLOCK, None, "GPU"]], 0]))
+    kit = (Stored, Removed, {"GPU": Tier.DEVICE}, lambda packed: np.frombuffer(packed, np.int32))
+    read = _native.read_events(memoryview(payload), kit)
+    assert read is not None
+    at = payload.index(b"GPU")
+    payload[at : at + 3] = b"XXX"
+    assert read[2][0].tier is Tier.DEVICE
+
+
+def test_a_tier_that_there_is_not() -> None:
+    """It was an index into arrays of three."""
+    payload = msgspec.msgpack.encode([0.0, [["BlockStored", [1], None, [1, 2], BLOCK, None, "GPU"]], 0])
+    for tier in (3, 9, 1 << 40):
+        kit = (Stored, Removed, {"GPU": tier}, lambda packed: np.frombuffer(packed, np.int32))
+        read = _native.read_events(payload, kit)
+        assert read is not None
+        assert isinstance(read[2], list), "the dialects read what has no tier"
+        assert isinstance(read[2][0], bytes)
 
 
 def test_a_writer_is_of_one_life_of_its_source() -> None:

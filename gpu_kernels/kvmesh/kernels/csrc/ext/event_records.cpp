@@ -9,6 +9,7 @@
 
 #include "buffer_view.h"
 #include "event_records.h"
+#include "index_states.h"
 
 namespace {
 
@@ -144,8 +145,9 @@ void settle_media(const Kit& kit, WireBatch* batch) {
     if (last == nullptr || medium.size != last->size || (medium.data == nullptr) != (last->data == nullptr) ||
         !std::equal(medium.data, medium.data + medium.size, last->data)) {
       PyObject* found = is_text(medium) ? tier_of(kit, medium) : nullptr;
-      tier = found == nullptr ? -1 : static_cast<int>(PyLong_AsLong(found));
+      const long number = found == nullptr ? -1 : PyLong_AsLong(found);
       PyErr_Clear();
+      tier = number < kvmesh::index::kTiers ? static_cast<int>(number) : -1;
       last = &medium;
     }
     event.tier = tier;
@@ -169,7 +171,10 @@ PyObject* make_item(Events& events, size_t number) {
   if (!event.plain)
     return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(event.begin), event.end - event.begin);
   PyObject* tier = tier_of(events.kit, event.medium);
-  if (tier == nullptr) return nullptr;
+  if (tier == nullptr) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_KeyError, "the medium's tier is not there any more");
+    return nullptr;
+  }
   if (!event.stored) return make_removed(events.kit, events.batch, event, tier);
   PyObject* tokens = tokens_of(events);
   if (tokens == nullptr) return nullptr;
@@ -238,7 +243,14 @@ PyObject* read_events(PyObject*, PyObject* args) {
   try {
     auto events = std::make_unique<Events>(types, kit);
     const kvmesh::BufferView& view = events->payload;
-    if (!events->payload.acquire(payload, 1, false, "payload")) return nullptr;
+    if (PyBytes_CheckExact(payload)) {
+      if (!events->payload.acquire(payload, 1, false, "payload")) return nullptr;
+    } else {  // it may change while the records are there
+      kvmesh::BufferView lent;
+      if (!lent.acquire(payload, 1, false, "payload")) return nullptr;
+      const Ref copy(PyBytes_FromStringAndSize(reinterpret_cast<const char*>(lent.data()), lent.size()));
+      if (!copy || !events->payload.acquire(copy.get(), 1, false, "payload")) return nullptr;
+    }
     WireBatch& batch = events->batch;
     if (!kvmesh::read_event_batch(view.data(), view.data() + view.size(), &batch)) Py_RETURN_NONE;
     settle_media(kit, &batch);

@@ -242,7 +242,9 @@ bool read_tier(PyObject* object, int* tier) {
 bool read_optional(PyObject* object, std::optional<uint64_t>* value) {
   value->reset();
   if (object == Py_None) return true;
-  *value = PyLong_AsUnsignedLongLong(object);
+  const Ref number(PyNumber_Index(object));
+  if (!number) return false;
+  *value = PyLong_AsUnsignedLongLong(number.get());
   return !PyErr_Occurred();
 }
 

@@ -1,5 +1,6 @@
 // Records of Python (kvmesh.events.records) into the index.
 #include "event_records.h"
+#include "index_distinct.h"
 #include "index_object.h"
 
 #include <structmember.h>
@@ -104,7 +105,7 @@ bool apply_stored(State& state, uint32_t stream, PyObject* record) {
   if (!admitted(kind.get(), state.names[stream].single_group)) {
     const Py_ssize_t count = PyObject_Size(hashes.get());
     if (count < 0) return false;
-    state.core.ignore(stream, run.group, static_cast<size_t>(count));
+    if (state.core.known(stream)) state.core.ignore(stream, run.group, static_cast<size_t>(count));
     return true;
   }
   const Py_ssize_t count = num_tokens(tokens.get());
@@ -129,6 +130,7 @@ bool apply_stored(State& state, uint32_t stream, PyObject* record) {
   run.hashes = state.hashes.data();
   run.locals = state.locals.data();
   run.count = state.hashes.size();
+  if (!check_different(state, run)) return false;
   run.scope = use_scope(state, stream, model.get(), tenant.get(), lora.get(), salt.get());
   if (run.scope == kNone) return false;
   state.core.store(stream, run);
@@ -144,6 +146,7 @@ bool apply_removed(State& state, uint32_t stream, PyObject* record) {
   std::optional<int64_t> number;
   if (!hashes || !tier || !group || !read_tier(tier.get(), &of) || !read_group(group.get(), &number)) return false;
   if (!read_hashes(hashes.get(), &state.hashes)) return false;
+  if (!state.core.known(stream)) return true;  // the calls above may run Python code
   if (number && state.core.ignores(stream, *number)) return true;
   state.core.remove(stream, of, state.hashes.data(), state.hashes.size());
   return true;
@@ -197,6 +200,12 @@ uint32_t use_scope(State& state, uint32_t stream, PyObject* model, PyObject* ten
     }
   }
   return scopes.use(state.scope_key);
+}
+
+bool check_different(State& state, const Run& run) {
+  if (run.count == 0 || all_different(run.parent, run.hashes, run.count, &state.scratch)) return true;
+  PyErr_SetString(PyExc_ValueError, "the hashes of blocks must differ from each other and from their parent's");
+  return false;
 }
 
 PyObject* apply_records(State& state, uint32_t stream, PyObject* records) {

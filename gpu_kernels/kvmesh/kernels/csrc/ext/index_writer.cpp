@@ -1,5 +1,4 @@
 // SourceWriter: blocks of one source by hashes alone, arrays straight into the index.
-#include "buffer_view.h"
 #include "index_object.h"
 
 namespace kvmesh::index {
@@ -20,15 +19,59 @@ struct SourceWriter {
   }
 };
 
-// Runs `work` on the index, unless the source is gone.
+// A lent array of numbers below 2**64, one after the other as this processor keeps them.
+class Hashes {
+ public:
+  Hashes() = default;
+  Hashes(const Hashes&) = delete;
+  Hashes& operator=(const Hashes&) = delete;
+  ~Hashes() {
+    if (held_) PyBuffer_Release(&view_);
+  }
+
+  // On failure an exception is set.
+  bool acquire(PyObject* object, const char* what) {
+    if (PyObject_GetBuffer(object, &view_, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) return false;
+    held_ = true;
+    if (view_.itemsize != kWordBytes || !native_unsigned(view_.format)) {
+      PyErr_Format(PyExc_TypeError, "%s must be 8-byte unsigned integers in native byte order", what);
+      return false;
+    }
+    if (view_.ndim != 1 || reinterpret_cast<uintptr_t>(view_.buf) % kWordBytes != 0) {
+      PyErr_Format(PyExc_ValueError, "%s must be an aligned array of one dimension", what);
+      return false;
+    }
+    return true;
+  }
+  const uint64_t* data() const { return static_cast<const uint64_t*>(view_.buf); }
+  size_t count() const { return static_cast<size_t>(view_.len / kWordBytes); }
+
+ private:
+  // As of the struct module; 8-byte items only.
+  static bool native_unsigned(const char* format) {
+    constexpr char kOrder = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? '<' : '>';
+    if (format == nullptr) return false;  // bytes
+    if (*format == '@' || *format == '=' || *format == kOrder) ++format;
+    return (*format == 'Q' || *format == 'L') && format[1] == 0;
+  }
+
+  Py_buffer view_{};
+  bool held_ = false;
+};
+
+// Runs `work`, which returns false with an exception set, on the index, unless the source is gone.
 template <typename Work>
 PyObject* written(SourceWriter* writer, const Work& work) {
   return guarded([&]() -> PyObject* {
+    if (state_of(writer->core).replaced) {
+      PyErr_SetString(PyExc_RuntimeError, "the index has been restored from a snapshot since: ask it for another writer");
+      return nullptr;
+    }
     State* state = writer->state();
     if (state == nullptr) Py_RETURN_NONE;
     ++state->changes;
     try {
-      work(*state);
+      if (!work(*state)) return nullptr;
     } catch (const std::bad_alloc&) {
       state->core.clear(writer->stream);  // half of the blocks may be in
       throw;
@@ -46,35 +89,37 @@ bool count_between(Py_ssize_t given, Py_ssize_t least, Py_ssize_t most, const ch
 PyObject* writer_store(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   if (!count_between(count, 4, 5, "store")) return nullptr;
   auto* writer = reinterpret_cast<SourceWriter*>(self);
-  BufferView hashes, locals;
+  Hashes hashes, locals;
   Run run{};
-  if (!hashes.acquire(arguments[0], kWordBytes, false, "hashes") ||
-      !locals.acquire(arguments[1], kWordBytes, false, "local hashes") || !read_optional(arguments[2], &run.parent) ||
+  if (!hashes.acquire(arguments[0], "hashes") || !locals.acquire(arguments[1], "local hashes") ||
+      !read_optional(arguments[2], &run.parent) ||
       !read_block_size(arguments[3], &run.cut.block_size) || (count > 4 && !read_tier(arguments[4], &run.tier)))
     return nullptr;
-  if (hashes.size() != locals.size()) {
-    PyErr_Format(PyExc_ValueError, "%zd blocks need as many hashes, not %zd", locals.size() / kWordBytes,
-                 hashes.size() / kWordBytes);
+  if (hashes.count() != locals.count()) {
+    PyErr_Format(PyExc_ValueError, "%zu blocks need as many hashes, not %zu", locals.count(), hashes.count());
     return nullptr;
   }
-  run.hashes = hashes.words();
-  run.locals = locals.words();
-  run.count = static_cast<size_t>(hashes.size() / kWordBytes);
+  run.hashes = hashes.data();
+  run.locals = locals.data();
+  run.count = hashes.count();
   return written(writer, [&](State& state) {
+    if (!check_different(state, run)) return false;
     run.scope = state.core.source(writer->stream).scope;
     state.core.store(writer->stream, run);
+    return true;
   });
 }
 
 PyObject* writer_discard(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   if (!count_between(count, 1, 2, "discard")) return nullptr;
   auto* writer = reinterpret_cast<SourceWriter*>(self);
-  BufferView hashes;
+  Hashes hashes;
   int tier = 0;
-  if (!hashes.acquire(arguments[0], kWordBytes, false, "hashes") || (count > 1 && !read_tier(arguments[1], &tier)))
+  if (!hashes.acquire(arguments[0], "hashes") || (count > 1 && !read_tier(arguments[1], &tier)))
     return nullptr;
   return written(writer, [&](State& state) {
-    state.core.remove(writer->stream, tier, hashes.words(), static_cast<size_t>(hashes.size() / kWordBytes));
+    state.core.remove(writer->stream, tier, hashes.data(), hashes.count());
+    return true;
   });
 }
 
