@@ -12,6 +12,8 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvmesh.events.decoding import decode_batch
@@ -167,6 +169,20 @@ def test_hashes_of_a_run_differ() -> None:
     assert index.num_held(W) == 1
     writer.discard(words(11))
     assert index.statistics().blocks == 0
+
+
+@given(
+    hashes=st.lists(st.integers(0, 40) | st.integers(0, MASK), min_size=1, max_size=40),
+    parent=st.none() | st.integers(0, 40),
+)
+def test_exactly_equal_hashes_are_refused(hashes: list[int], parent: int | None) -> None:
+    index = new_index()
+    locals_ = np.arange(len(hashes), dtype=np.uint64)
+    if len({*hashes, *([] if parent is None else [parent])}) == len(hashes) + (parent is not None):
+        index.writer(W).store(words(*hashes), locals_, parent, BLOCK)
+    else:
+        with pytest.raises(ValueError, match="must differ"):
+            index.writer(W).store(words(*hashes), locals_, parent, BLOCK)
 
 
 def parked_and_asked_s(blocks: int) -> float:

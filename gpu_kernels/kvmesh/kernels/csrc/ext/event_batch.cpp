@@ -214,7 +214,8 @@ bool is_locality(const WireText& text) { return text.data != nullptr && (is(text
 // What fields are read into, one after another.
 class EventReader {
  public:
-  EventReader(Reader* reader, WireBatch* batch, WireEvent* event) : in_(*reader), batch_(*batch), event_(*event) {}
+  EventReader(Reader* reader, WireBatch* batch, WireEvent* event, index::Distinct* distinct)
+      : in_(*reader), batch_(*batch), event_(*event), distinct_(*distinct) {}
 
   bool read() {
     uint32_t count;
@@ -378,12 +379,13 @@ class EventReader {
     if (tokens != 0 && (tokens % blocks != 0 || tokens / blocks != static_cast<size_t>(event_.block_size))) return false;
     const auto first = batch_.hashes.begin() + static_cast<std::ptrdiff_t>(event_.first_hash);
     const auto parent = event_.has_parent ? std::optional(event_.parent) : std::nullopt;
-    return index::all_different(parent, &*first, blocks, &batch_.scratch);
+    return distinct_(parent, &*first, blocks);
   }
 
   Reader& in_;
   WireBatch& batch_;
   WireEvent& event_;
+  index::Distinct& distinct_;
   uint32_t num_keys_ = 0;
 };
 
@@ -395,11 +397,12 @@ bool read_event_batch(const uint8_t* begin, const uint8_t* end, WireBatch* batch
   if (!in.array(&fields) || fields < 2 || fields > 3) return false;
   if (!in.real(&batch->ts) || !in.array(&count) || count > in.left()) return false;
   batch->events.reserve(count);
+  index::Distinct distinct;
   for (uint32_t i = 0; i < count; ++i) {
     WireEvent event;
     event.begin = in.at();
     const size_t hashes = batch->hashes.size(), tokens = batch->tokens.size();
-    event.plain = EventReader(&in, batch, &event).read();
+    event.plain = EventReader(&in, batch, &event, &distinct).read();
     if (!event.plain) {
       batch->hashes.resize(hashes);
       batch->tokens.resize(tokens);

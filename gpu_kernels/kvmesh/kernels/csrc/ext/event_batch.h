@@ -43,7 +43,6 @@ struct WireBatch {
   std::vector<WireEvent> events;
   std::vector<uint64_t> hashes;
   std::vector<int32_t> tokens;
-  std::vector<uint64_t> scratch;
 };
 
 // False for a payload that is not an array of a time stamp, events and perhaps a rank.

@@ -7,6 +7,7 @@
 
 #include "event_batch.h"
 #include "index_core.h"
+#include "index_distinct.h"
 #include "index_python.h"
 #include "index_search.h"
 #include "index_snapshot.h"
@@ -36,7 +37,7 @@ struct State {
   std::vector<Names> names;                     // by stream
   uint64_t lives = 0;
   std::vector<uint64_t> hashes, locals, keys;   // of the call that is being made
-  std::vector<uint64_t> scratch;
+  Distinct distinct;
   std::string scope_key;
   bool replaced = false;  // by what a snapshot holds: whoever still has this core has the wrong one
   uint64_t changes = 0;  // calls that may have changed the index

@@ -1,6 +1,5 @@
 // Records of Python (kvmesh.events.records) into the index.
 #include "event_records.h"
-#include "index_distinct.h"
 #include "index_object.h"
 
 #include <structmember.h>
@@ -203,7 +202,7 @@ uint32_t use_scope(State& state, uint32_t stream, PyObject* model, PyObject* ten
 }
 
 bool check_different(State& state, const Run& run) {
-  if (run.count == 0 || all_different(run.parent, run.hashes, run.count, &state.scratch)) return true;
+  if (run.count == 0 || state.distinct(run.parent, run.hashes, run.count)) return true;
   PyErr_SetString(PyExc_ValueError, "the hashes of blocks must differ from each other and from their parent's");
   return false;
 }
