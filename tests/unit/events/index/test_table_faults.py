@@ -1,4 +1,4 @@
-"""The native table when memory ends: nothing is lost that was in it."""
+"""The native index when memory ends: nothing is lost that was there, and nothing is left of what did not get in."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import os
 import subprocess
 from pathlib import Path
 
+from soaks import soak_only
+
 import kvmesh.kernels
 
 SOURCES = Path(kvmesh.kernels.__file__).parent / "csrc" / "ext"
 
-PROGRAM = r"""
+TABLE = r"""
 #include <cstdio>
 #include <cstdlib>
 #include <new>
@@ -72,15 +74,70 @@ int main() {
 }
 """
 
+CORE = r"""
+#include <cstdlib>
+#include <new>
+
+#include "index_core.h"
+
+// Of the allocations of small arrays, the one that fails.
+static long until_failure = -1;
+extern "C" void* aligned_alloc(std::size_t alignment, std::size_t size) {
+  if (until_failure >= 0 && until_failure-- == 0) return nullptr;
+  void* memory = nullptr;
+  return posix_memalign(&memory, alignment, size) == 0 ? memory : nullptr;
+}
+
+using namespace kvmesh::index;
+
+int main() {
+  int failures = 0;
+  for (long nth = 0, failed = 1; failed; ++nth) {
+    Core core(1 << 26);
+    const uint32_t stream = core.admit(core.nodes.scopes.use("n"));
+    const Held& held = core.source(stream).tables[kDevice];
+    failed = 0;
+    // Hashes with the last home crowd at the table's end, which has to be moved while an entry goes in.
+    uint64_t hash = 0;
+    until_failure = nth;
+    try {
+      for (uint64_t block = 1; block <= 200; ++block) {
+        do ++hash;
+        while (held.tag(hash) < 0xFF000000u);
+        core.store(stream, {std::nullopt, 0, {16, 0}, kDevice, std::nullopt, &hash, &block, 1});
+      }
+    } catch (const std::bad_alloc&) {
+      failed = 1;
+    }
+    until_failure = -1;
+    failures += failed;
+    core.clear(stream);
+    while (core.reclaim(1000)) {
+    }
+    if (core.nodes.count() != 0) return 1;
+  }
+  return failures > 0 ? 0 : 2;
+}
+"""
+
+
+def run(program: str, folder: Path, *sources: str) -> int:
+    """Compiles a program with sources of the index, and returns its exit status."""
+    text, binary = folder / "faults.cpp", folder / "faults"
+    text.write_text(program)
+    paths = [SOURCES / f"{name}.cpp" for name in sources]
+    compiler = os.environ.get("CXX") or "g++"
+    subprocess.run([compiler, "-std=c++17", "-O0", "-I", SOURCES, text, *paths, "-o", binary], check=True, timeout=300)
+    return subprocess.run([binary], timeout=60).returncode
+
 
 def test_a_table_that_cannot_grow_is_as_it_was(tmp_path: Path) -> None:
     """Entries that lay where they had been before their homes changed were never found again."""
-    program, source = tmp_path / "faults", tmp_path / "faults.cpp"
-    source.write_text(PROGRAM)
-    compiler = os.environ.get("CXX") or "g++"
-    subprocess.run(
-        [compiler, "-std=c++17", "-O1", "-I", SOURCES, source, SOURCES / "index_table.cpp", "-o", program],
-        check=True,
-        timeout=120,
-    )
-    assert subprocess.run([program], timeout=60).returncode == 0
+    assert run(TABLE, tmp_path, "index_table") == 0
+
+
+@soak_only
+def test_a_block_that_finds_no_place_is_held_by_nobody(tmp_path: Path) -> None:
+    """It had its holder's bit, but was in no table: the bit was the next source's, which then held the block, too."""
+    names = ("bounds", "core", "held", "membership", "nodes", "placing", "source", "states", "table")
+    assert run(CORE, tmp_path, *(f"index_{name}" for name in names), "xxh3") == 0
