@@ -74,6 +74,59 @@ int main() {
 }
 """
 
+CHURN = r"""
+#include <cstdio>
+#include <vector>
+
+#include "index_table.h"
+
+using kvmesh::index::kNone;
+using kvmesh::index::Table;
+
+static uint64_t seed = 1;
+static uint32_t drawn() {
+  seed = seed * 6364136223846793005u + 1442695040888963407u;
+  return static_cast<uint32_t>(seed >> 33);
+}
+
+static uint32_t spread_out(uint32_t number) { return number * 0x9E3779B1u; }
+static uint32_t crowded(uint32_t number) { return number % 3 == 0 ? 0x80000000u : number * 0x9E3779B1u; }
+static uint32_t at_the_end(uint32_t number) { return UINT32_MAX - number % 5 * 0x100000u; }
+
+int main() {
+  for (auto tag : {spread_out, crowded, at_the_end}) {
+    size_t account = 0;
+    Table table(&account);
+    constexpr uint32_t kNumbers = 1500;
+    std::vector<bool> there(kNumbers);
+    uint32_t count = 0;
+    // Up to nearly all of them and down again, several times.
+    for (uint32_t step = 0; step < 40000; ++step) {
+      const uint32_t number = drawn() % kNumbers;
+      const bool growing = step / 5000 % 2 == 0;
+      if (!there[number] && (growing || drawn() % 4 == 0)) {
+        if (!table.has_room(1)) table.resize(table.grown_for(table.count() + 1));
+        table.insert(tag(number), number);
+        there[number] = true;
+        ++count;
+      } else if (there[number] && (!growing || drawn() % 4 == 0)) {
+        table.erase(tag(number), number);
+        there[number] = false;
+        --count;
+        table.tidy();
+      }
+      if (step % 500 != 0) continue;
+      if (table.count() != count) return 1;
+      for (uint32_t other = 0; other < kNumbers; ++other) {
+        const uint32_t found = table.find(tag(other), [&](uint32_t at) { return at == other; });
+        if (found != (there[other] ? other : kNone)) return 2;
+      }
+    }
+  }
+  return 0;
+}
+"""
+
 CORE = r"""
 #include <cstdlib>
 #include <new>
@@ -136,8 +189,13 @@ def test_a_table_that_cannot_grow_is_as_it_was(tmp_path: Path) -> None:
     assert run(TABLE, tmp_path, "index_table") == 0
 
 
+def test_entries_come_and_go(tmp_path: Path) -> None:
+    """Each is found while it is there, and not afterwards, wherever it lies: also where many have one home."""
+    assert run(CHURN, tmp_path, "index_table") == 0
+
+
 @soak_only
 def test_a_block_that_finds_no_place_is_held_by_nobody(tmp_path: Path) -> None:
     """It had its holder's bit, but was in no table: the bit was the next source's, which then held the block, too."""
-    names = ("bounds", "core", "held", "membership", "nodes", "placing", "source", "states", "table")
+    names = ("bounds", "core", "held", "holding", "membership", "nodes", "placing", "source", "states", "table")
     assert run(CORE, tmp_path, *(f"index_{name}" for name in names), "xxh3") == 0

@@ -4,6 +4,7 @@
 // index_states.h  who holds a block            index_held.h    a source's blocks in one tier
 // index_source.h  a source                     index_search.h  how far each source reaches along a prompt
 // index_plain.h   runs of blocks that change alike
+// index_chunk.h   blocks of a run that is stored, and what is fetched for them
 //
 // *Ready* is closed under "parent of": a source is ready at a block when it holds that block and all before it. Storing
 // below and removing from the end, which is what engines do, touches one node a block; when an engine drops the middle
@@ -115,8 +116,8 @@ class Core {
   };
 
   struct Plain;
+  struct Removal;
   struct Chunk;
-  static constexpr size_t kChunk = 256;  // blocks for which there is room, or none is stored
 
   static void set_bit(std::vector<uint64_t>& mask, uint32_t number, bool value);
   uint32_t new_number();
@@ -125,8 +126,8 @@ class Core {
   void destroy(Source& source);
 
   bool place(Source& source, const Run& run);
-  void hold_run(Source& source, uint32_t tree, uint32_t parent, const Run& run);
-  void hold_chunk(Source& source, uint32_t tree, uint32_t* parent, const Run& run, size_t begin, size_t count);
+  void hold_run(Source& source, uint32_t tree, uint32_t parent, const Run& run, Chunk& chunk);
+  void hold_chunk(Source& source, uint32_t tree, uint32_t* parent, const Run& run, Chunk& chunk);
   size_t hold_new(Held& held, uint32_t tree, uint32_t* parent, const Chunk& chunk, size_t begin, Plain* plain);
   void adopted(Source& source, const uint64_t* hashes, size_t count, std::vector<Work>& waiting);
   void park(Source& source, const Run& run);
@@ -145,7 +146,7 @@ class Core {
   uint32_t let_go(Source& source, int tier, uint32_t at);
   void release(Source& source, int tier, uint32_t at);
   void remove_chunk(Source& source, int tier, const uint64_t* hashes, size_t count);
-  Step removal(const Source& source, int tier, uint32_t node);
+  Step step_of_removal(const Source& source, int tier, uint32_t node);
   void hold_predicted(Source& source, uint32_t node, uint32_t due);
   bool drop_prediction(Source& source, uint32_t node);
   void plan_expiry(uint32_t due, uint32_t stream, uint32_t node);

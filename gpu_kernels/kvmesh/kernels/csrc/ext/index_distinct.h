@@ -20,36 +20,42 @@ class Distinct {
   bool operator()(const std::optional<uint64_t>& parent, const uint64_t* hashes, size_t count) {
     if (count == 1) return parent != hashes[0];
     if (count >= kNone) throw std::bad_alloc();
-    // Nothing here is a matter of what the hashes are, so that nothing is guessed wrongly: each takes its place, or, where
-    // that has been taken, is looked at later. Of two equal ones the second has the first in its place, or both are late.
-    const unsigned bits = bits_for(8 * count);
+    // Few hashes find their place taken. They are then looked for among all.
+    const unsigned bits = bits_for(kPlaces * (count + 1));
     taken_.assign(size_t{1} << bits, 0);
-    if (late_.size() < count) late_.resize(count);
+    uint8_t* const taken = taken_.data();
     const uint64_t secret = secret_multiplier();
+    uint64_t late[kLate];
     size_t num_late = 0;
-    bool equal = false;
-    for (size_t i = 0; i < count; ++i) {
-      const uint64_t hash = hashes[i];
-      uint32_t& by = taken_[hash * secret >> (64 - bits)];
-      late_[num_late] = hash;
-      const bool late = by != 0;
-      by = late ? by : static_cast<uint32_t>(i + 1);
-      equal |= late & (hashes[by - 1] == hash);
-      num_late += late;
+    // Without a branch, which could not be guessed.
+    const auto take = [&](uint64_t hash) {
+      uint8_t& place = taken[hash * secret >> (64 - bits)];
+      late[num_late % kLate] = hash;
+      num_late += place;
+      place = 1;
+    };
+    if (parent) take(*parent);
+    for (size_t i = 0; i < count; ++i) take(hashes[i]);
+    if (num_late > kLate || num_late * count > kCompared) return all_different(parent, hashes, count);
+    for (size_t i = 0; i < num_late; ++i) {
+      const auto same = std::count(hashes, hashes + count, late[i]) + (parent == late[i]);
+      if (same > 1) return false;
     }
-    if (parent)
-      for (size_t i = 0; i < count; ++i) equal |= hashes[i] == *parent;
-    return !equal && (num_late < 2 || all_different(late_.data(), num_late));
+    return true;
   }
 
  private:
+  static constexpr size_t kPlaces = 16, kLate = 16, kCompared = 4096;
+
   static unsigned bits_for(size_t places) {
     unsigned bits = 3;
     while (size_t{1} << bits < places) ++bits;
     return bits;
   }
   // By a table of places, four for each hash, where 0 is none; two hashes of 0 are caught by counting.
-  bool all_different(const uint64_t* hashes, size_t count) {
+  bool all_different(const std::optional<uint64_t>& parent, const uint64_t* hashes, size_t count) {
+    for (size_t i = 0; i < count; ++i)
+      if (hashes[i] == parent) return false;
     const unsigned bits = bits_for(4 * count);
     table_.assign(size_t{1} << bits, 0);
     bool zero = false;
@@ -65,8 +71,8 @@ class Distinct {
     });
   }
 
-  std::vector<uint32_t> taken_;  // the number of the hash whose place it is, from 1
-  std::vector<uint64_t> late_, table_;
+  std::vector<uint8_t> taken_;
+  std::vector<uint64_t> table_;
 };
 
 }  // namespace kvmesh::index

@@ -14,6 +14,12 @@
 namespace kvmesh::index {
 
 class Held {
+  struct Equals {
+    const Held& held;
+    uint64_t hash;
+    bool operator()(uint32_t at) const { return held.holds(at) && ((held.hashes_[at] ^ hash) & held.mask_) == 0; }
+  };
+
  public:
   struct Entry {
     uint64_t hash;
@@ -35,12 +41,19 @@ class Held {
     if (end_ > 0 && ((hashes_[end_ - 1] ^ hash) & mask_) == 0) return end_ - 1;
     return find_tagged(tag(hash), hash);
   }
-  // With a tag that the caller has from `tag`, as below. Where there is none, `free` is where append_at may put it.
-  uint32_t find_tagged(uint32_t tag, uint64_t hash, Table::Place* free = nullptr) const {
-    return table_.find(tag, [&](uint32_t at) { return holds(at) && ((hashes_[at] ^ hash) & mask_) == 0; }, free);
+  // With a tag that the caller has from `tag`, as below.
+  uint32_t find_tagged(uint32_t tag, uint64_t hash) const { return table_.find(tag, Equals{*this, hash}); }
+  // Where there is room for more, and where the hash is not there, `free` is where append_at may put it.
+  uint32_t find_tagged(uint32_t tag, uint64_t hash, Table::Place* free) const {
+    return table_.find(tag, Equals{*this, hash}, free);
   }
+  // Whether the hash is certainly not there, as is mostly clear at once; then as above.
+  bool place_for_new(uint32_t tag, Table::Place* free) const { return table_.place_for_new(tag, free); }
   uint32_t tag(uint64_t hash) const { return tag_of((hash & mask_) ^ id_); }
   void prefetch_slot(uint32_t tag) const { table_.prefetch(tag); }
+  void prefetch_slots(const uint32_t* tags, size_t count) const {
+    for (size_t i = 0; i < count; ++i) table_.prefetch(tags[i]);
+  }
   void prefetch_spill(uint32_t tag) const { table_.prefetch_spill(tag); }
   // Once the slot is there: the entry that it most likely names.
   void prefetch_tagged(uint32_t tag) const {
@@ -49,11 +62,11 @@ class Held {
     __builtin_prefetch(hashes_.data() + at);
     __builtin_prefetch(nodes_.data() + at);
   }
-  // The entries at a position and up to `count` before it.
-  void prefetch_up_to(uint32_t at, size_t count) const {
-    const size_t begin = at - std::min<size_t>(at, count);
-    for (size_t i = begin; i <= at; i += kLineBytes / sizeof(uint64_t)) __builtin_prefetch(hashes_.data() + i);
-    for (size_t i = begin; i <= at; i += kLineBytes / sizeof(uint32_t)) __builtin_prefetch(nodes_.data() + i);
+  // The entries at a position and up to `count` before it, and the next ones.
+  void prefetch_around(uint32_t at, size_t count) const {
+    const size_t begin = at - std::min<size_t>(at, count), end = at + kLineBytes / sizeof(uint64_t);
+    for (size_t i = begin; i <= end; i += kLineBytes / sizeof(uint64_t)) __builtin_prefetch(hashes_.data() + i);
+    for (size_t i = begin; i <= end; i += kLineBytes / sizeof(uint32_t)) __builtin_prefetch(nodes_.data() + i);
   }
   // Where the next `count` entries will be written.
   void prefetch_end(size_t count) const {
@@ -63,6 +76,8 @@ class Held {
   uint64_t hash(uint32_t at) const { return hashes_[at]; }
   uint32_t node(uint32_t at) const { return nodes_[at]; }  // kNone where an entry has been erased
   bool holds(uint32_t at) const { return at < end_ && nodes_[at] != kNone; }
+  // Whether that is the entry of this hash; the position may be any.
+  bool is(uint32_t at, uint64_t hash) const { return holds(at) && hashes_[at] == hash; }
 
   // As the newest; there must be room.
   void append(uint64_t hash, uint32_t node) {
@@ -74,11 +89,17 @@ class Held {
     put(hash, node);
   }
   // The other positions stay as they are.
-  void erase(uint32_t at) { erase_tagged(tag(hashes_[at]), at); }
+  void erase(uint32_t at) {
+    erase_tagged(tag(hashes_[at]), at);
+    trim_end();
+  }
+  // Of several, with tags that the caller has; trim_end must follow before anything else.
   void erase_tagged(uint32_t tag, uint32_t at) {
     table_.erase(tag, at);
     --count_;
     nodes_[at] = kNone;
+  }
+  void trim_end() {
     while (end_ > 0 && nodes_[end_ - 1] == kNone) --end_;
     begin_ = std::min(begin_, end_);
   }

@@ -121,7 +121,7 @@ void Core::move(uint32_t stream, int tier, const uint64_t* hashes, size_t count)
 }
 
 // The step of a block that leaves the only tier that it is held in; one that is not plain where it is held elsewhere.
-Core::Step Core::removal(const Source& source, int tier, uint32_t node) {
+Core::Step Core::step_of_removal(const Source& source, int tier, uint32_t node) {
   const uint32_t state = nodes[node].state;
   const Status before = status(node, source);
   if ((before & kHeldMask) != held_in(tier)) return {};
@@ -137,74 +137,96 @@ void Core::remove(uint32_t stream, int tier, const uint64_t* hashes, size_t coun
   if (states.worth_sweeping()) states.sweep();
 }
 
+// Where the hashes are, and what their nodes are; everything that is read then is fetched before any of it is needed.
+struct Core::Removal {
+  uint32_t tags[kRemovedAtOnce], at[kRemovedAtOnce], node_tags[kRemovedAtOnce];
+
+  void find(const Held& held, const uint64_t* hashes, size_t count) {
+    if (held.empty()) {
+      std::fill_n(at, count, kNone);
+      return;
+    }
+    for (size_t i = 0; i < count; ++i) held.prefetch_slot(tags[i] = held.tag(hashes[i]));
+    at[0] = held.find_tagged(tags[0], hashes[0]);
+    // What goes together mostly came together, and goes in the opposite order or in the same one.
+    size_t followed = 1;
+    if (at[0] != kNone) {
+      held.prefetch_around(at[0], count);
+      const uint32_t step = count > 1 && held.is(at[0] + 1, hashes[1]) ? 1 : UINT32_MAX;
+      while (followed < count && held.is(at[followed - 1] + step, hashes[followed])) {
+        at[followed] = at[followed - 1] + step;
+        ++followed;
+      }
+    }
+    for (size_t i = 0; i < count; ++i) held.prefetch_spill(tags[i]);
+    for (size_t i = followed; i < count; ++i) held.prefetch_tagged(tags[i]);
+    for (size_t i = followed; i < count; ++i) at[i] = held.find_tagged(tags[i], hashes[i]);
+  }
+  // The slots of nodes that leave their table: those that nobody else holds, as the step of the others says.
+  void fetch_nodes(const Nodes& nodes, const Held& held, const Step& step, size_t count) {
+    uint32_t leaving[kRemovedAtOnce];
+    size_t num_leaving = 0;
+    for (size_t i = 0; i < count; ++i) {
+      if (at[i] == kNone) continue;
+      const uint32_t node = held.node(at[i]);
+      if (nodes[node].state == step.from && step.to != States::kNobody) continue;
+      nodes.prefetch_slot_tagged(leaving[num_leaving++] = node_tags[i] = nodes.tag(node));
+    }
+    for (size_t i = 0; i < num_leaving; ++i) nodes.prefetch_spill_tagged(leaving[i]);
+  }
+};
+
 void Core::remove_chunk(Source& source, int tier, const uint64_t* hashes, size_t count) {
   Held& held = source.tables[tier];
-  // Everything that removal reads is fetched before any of it is needed, as in hold_chunk.
-  uint32_t tags[kRemovedAtOnce], found[kRemovedAtOnce];
-  for (size_t i = 0; i < count; ++i) held.prefetch_slot(tags[i] = held.tag(hashes[i]));
-  // What goes together mostly came together, and goes in the opposite order.
-  const auto follows = [&](size_t i) {
-    return i > 0 && found[i - 1] != kNone && found[i - 1] > 0 && held.holds(found[i - 1] - 1) &&
-           held.hash(found[i - 1] - 1) == hashes[i];
-  };
-  for (size_t i = 0; i < count; ++i) {
-    if (i == 1 && !follows(i))
-      for (size_t j = 1; j < count; ++j) held.prefetch_tagged(tags[j]);
-    found[i] = follows(i) ? found[i - 1] - 1 : held.find_tagged(tags[i], hashes[i]);
-    if (i == 0 && found[0] != kNone) held.prefetch_up_to(found[0], count);
-    if (found[i] != kNone) nodes.prefetch(held.node(found[i]));
-  }
+  Removal removal;
+  removal.find(held, hashes, count);
+  for (size_t i = 0; i < count; ++i)
+    if (removal.at[i] != kNone) nodes.prefetch(held.node(removal.at[i]));
   Step step;
   uint32_t tree = kNone, scope = kNone;
   const auto take_step = [&](uint32_t node) {
     tree = nodes[node].tree();
     scope = nodes.scope_of(node);
-    step = removal(source, tier, node);
+    step = step_of_removal(source, tier, node);
   };
-  const uint32_t* first = std::find_if(found, found + count, [](uint32_t at) { return at != kNone; });
-  if (first != found + count) take_step(held.node(*first));
-  // Only nodes that nobody else holds leave their table.
-  static_assert(kRemovedAtOnce <= 64);
-  uint64_t leaving = 0;
-  for (size_t i = 0; i < count; ++i) {
-    if (found[i] == kNone) continue;
-    held.prefetch_spill(tags[i]);
-    const uint32_t node = held.node(found[i]);
-    if (nodes[node].state == step.from && step.to != States::kNobody) continue;
-    leaving |= uint64_t{1} << i;
-    nodes.prefetch_slot(node);
-  }
-  for (; leaving != 0; leaving &= leaving - 1) nodes.prefetch_spill(held.node(found[__builtin_ctzll(leaving)]));
+  const uint32_t* first = std::find_if(removal.at, removal.at + count, [](uint32_t at) { return at != kNone; });
+  if (first != removal.at + count) take_step(held.node(*first));
+  removal.fetch_nodes(nodes, held, step, count);
   Plain plain{states, counters, step, -1};
   const auto settle = [&] {
     plain.settle();
     if (plain.num_blocks > 0) source.take_back(tier, scope, plain.num_blocks, plain.sum);
     plain.num_blocks = plain.sum = 0;
   };
+  size_t unknown = 0;
   for (size_t i = 0; i < count; ++i) {
-    const uint32_t at = found[i];
-    if (at == kNone || !held.holds(at)) {
+    const uint32_t at = removal.at[i], node = at == kNone ? kNone : held.node(at);
+    if (node == kNone) {  // it was not there, or has been named before
       if (source.parked.empty() || !source.parked.remove(hashes[i], tier)) ++counters.unknown_removals;
+      ++unknown;
       continue;
     }
-    ++counters.removed;
-    const uint32_t node = held.node(at);
-    if (nodes[node].state != step.from || nodes[node].tree() != tree) {
+    Node& there = nodes[node];
+    if (there.state != step.from || there.tree() != tree) {
       settle();
       take_step(node);
     }
     if (!step.plain || !source.twins.empty() ||
-        (step.changes_ready && nodes[node].first_child != kNone && holds_below(source, node))) {
+        (step.changes_ready && there.first_child != kNone && holds_below(source, node))) {
       settle();
+      held.trim_end();
       release(source, tier, at);
       step = Step{};
       continue;
     }
-    held.erase_tagged(tags[i], at);
-    nodes[node].state = step.to;
+    held.erase_tagged(removal.tags[i], at);
+    there.state = step.to;
     plain.add(hashes[i]);
-    if (step.to == States::kNobody) nodes.prune(node);
+    if (step.to == States::kNobody && there.first_child == kNone)
+      nodes.prune(nodes.take_out(node, nodes.tag(node)));
   }
+  counters.removed += count - unknown;
+  held.trim_end();
   settle();
 }
 

@@ -24,7 +24,7 @@ constexpr size_t kMappedBytes = 64 * 1024;
 constexpr size_t kLargeBytes = 256 * 1024;
 constexpr size_t kPageBytes = 4096;
 // From here on an array is of huge pages: it is read at random places, and its pages are had at a fifth of the price.
-constexpr size_t kHugeBytes = 4 * 1024 * 1024;
+constexpr size_t kHugeBytes = 2 * 1024 * 1024;
 constexpr size_t kHugePageBytes = 2 * 1024 * 1024;
 // Address space for so many times what a huge array needs, so that it grows in its place: what moves cannot keep them.
 constexpr size_t kReservedTimes = 8;

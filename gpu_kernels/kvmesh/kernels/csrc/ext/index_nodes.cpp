@@ -123,22 +123,25 @@ uint32_t Nodes::add_at(Table::Place free, uint32_t tag, uint32_t tree, uint64_t 
 }
 
 void Nodes::prune(uint32_t node) {
-  while (node != kNone && nodes_[node].first_child == kNone && nodes_[node].state == States::kNobody) {
-    Node& gone = nodes_[node];
-    const uint32_t parent = gone.parent, tree = gone.tree();
-    table_.erase(tag(tree, gone.key), node);
-    if (gone.previous != kNone) {
-      nodes_[gone.previous].next = gone.next;
-    } else if (parent != kNone) {
-      nodes_[parent].first_child = gone.next;
-    }
-    if (gone.next != kNone) nodes_[gone.next].previous = gone.previous;
-    gone.place = Node::kFree;
-    gone.next = first_free_;
-    first_free_ = node;
-    drop_tree(tree);
-    node = parent;
+  while (node != kNone && nodes_[node].first_child == kNone && nodes_[node].state == States::kNobody)
+    node = take_out(node, tag(node));
+}
+
+uint32_t Nodes::take_out(uint32_t node, uint32_t tag) {
+  Node& gone = nodes_[node];
+  const uint32_t parent = gone.parent, tree = gone.tree();
+  table_.erase(tag, node);
+  if (gone.previous != kNone) {
+    nodes_[gone.previous].next = gone.next;
+  } else if (parent != kNone) {
+    nodes_[parent].first_child = gone.next;
   }
+  if (gone.next != kNone) nodes_[gone.next].previous = gone.previous;
+  gone.place = Node::kFree;
+  gone.next = first_free_;
+  first_free_ = node;
+  drop_tree(tree);
+  return parent;
 }
 
 size_t Nodes::growth(size_t count) const {

@@ -79,6 +79,13 @@ struct Tree {
 };
 
 class Nodes {
+  struct Equals {
+    const Nodes& nodes;
+    uint32_t tree;
+    uint64_t key;
+    bool operator()(uint32_t node) const { return nodes[node].key == key && nodes[node].tree() == tree; }
+  };
+
  public:
   Nodes(size_t* account, States& states)
       : scopes(account), account_(account), states_(states), nodes_(account), table_(account) {}
@@ -98,20 +105,19 @@ class Nodes {
   void use_tree(uint32_t tree) { ++trees_[tree].uses; }
   void drop_tree(uint32_t tree);
 
-  // The node, or kNone; then `free` is where add_at may put it.
-  uint32_t find(uint32_t tree, uint64_t key, Table::Place* free = nullptr) const {
-    return find_tagged(tag(tree, key), tree, key, free);
-  }
-  // With a tag that the caller has from `tag`, as below.
+  // The node, or kNone.
+  uint32_t find(uint32_t tree, uint64_t key) const { return table_.find(tag(tree, key), Equals{*this, tree, key}); }
+  // With a tag that the caller has from `tag`, as below. Where there is room for more, and the node is not there, `free`
+  // is where it may be added.
   uint32_t find_tagged(uint32_t tag, uint32_t tree, uint64_t key, Table::Place* free) const {
-    const auto equal = [&](uint32_t node) { return nodes_[node].key == key && nodes_[node].tree() == tree; };
-    return table_.find(tag, equal, free);
+    return table_.find(tag, Equals{*this, tree, key}, free);
   }
+  // Whether it certainly is not there, as is mostly clear at once; then as above.
+  bool place_for_new(uint32_t tag, Table::Place* free) const { return table_.place_for_new(tag, free); }
+  uint32_t tag(uint32_t node) const { return tag(nodes_[node].tree(), nodes_[node].key); }
   static uint32_t tag(uint32_t tree, uint64_t key) { return tag_of(key ^ (tree + 1) * 0xD6E8FEB86659FD93u); }
   void prefetch_slot_tagged(uint32_t tag) const { table_.prefetch(tag); }
   void prefetch_spill_tagged(uint32_t tag) const { table_.prefetch_spill(tag); }
-  void prefetch_slot(uint32_t node) const { table_.prefetch(tag_of_node(node)); }
-  void prefetch_spill(uint32_t node) const { table_.prefetch_spill(tag_of_node(node)); }
   void prefetch(uint32_t node) const { __builtin_prefetch(nodes_.data() + node); }
   // Whether a number, which need not be one of a node, is that of the node with this key.
   bool is(uint32_t node, uint32_t tree, uint64_t key) const {
@@ -130,8 +136,8 @@ class Nodes {
   // The node, or a new one; there must be room for it.
   uint32_t find_or_add(uint32_t tree, uint64_t key, uint32_t parent) {
     Table::Place free{};
-    const uint32_t node = find(tree, key, &free);
-    return node == kNone ? add_at(free, tag(tree, key), tree, key, parent) : node;
+    const uint32_t tag = this->tag(tree, key), node = find_tagged(tag, tree, key, &free);
+    return node == kNone ? add_at(free, tag, tree, key, parent) : node;
   }
   // A new one, where find_tagged has found none: a key is in the table once, as snapshots and look-ups rely on.
   uint32_t add_at(Table::Place free, uint32_t tag, uint32_t tree, uint64_t key, uint32_t parent);
@@ -151,6 +157,8 @@ class Nodes {
   }
   // Takes out a node that nobody holds and that has nothing below it, and its ancestors likewise.
   void prune(uint32_t node);
+  // Such a node alone, whose tag the caller has; its parent.
+  uint32_t take_out(uint32_t node, uint32_t tag);
   void set_state(uint32_t node, uint32_t state) {
     states_.use(state);
     states_.drop(nodes_[node].state);
@@ -166,7 +174,6 @@ class Nodes {
 
  private:
   size_t num_free() const { return end_ - table_.count(); }
-  uint32_t tag_of_node(uint32_t node) const { return tag(nodes_[node].tree(), nodes_[node].key); }
 
   size_t* account_;
   States& states_;

@@ -3,9 +3,9 @@
 // An entry is a number and 32 bits of its key's hash, its tag. Eight of them make a line, of the size of a cache line,
 // whose tags are compared all at once: most look-ups read one line here and the key itself once. A number's home is the
 // line that its tag names, scaled to the number of homes, so these need not be powers of two, and homes keep their order
-// when the table grows: it grows in its place, from the end on. An entry is in its home or, where that and all lines
-// between are full, behind it, without wrapping around, in some lines more than homes; deletion moves entries back, so
-// that no tombstones pile up.
+// when the table grows: it doubles in its place, from the end on. An entry that finds its home full goes into the first
+// line behind it that is not, without wrapping around, in some lines more than homes. Each line counts the entries that
+// have passed it so; a look-up goes on where there are any. So deletion moves nothing and leaves no tombstones.
 #pragma once
 
 #ifdef __SSE2__
@@ -21,13 +21,11 @@
 namespace kvmesh::index {
 
 // Prompts are chosen by clients, and XXH3 has no key: without a secret they could choose prefixes that share a home.
-inline uint64_t secret_multiplier() {
-  static const uint64_t secret = [] {
-    std::random_device device;
-    return (static_cast<uint64_t>(device()) << 32 | device()) | 1;
-  }();
-  return secret;
-}
+inline const uint64_t kSecretMultiplier = [] {
+  std::random_device device;
+  return (static_cast<uint64_t>(device()) << 32 | device()) | 1;
+}();
+inline uint64_t secret_multiplier() { return kSecretMultiplier; }
 
 inline uint32_t tag_of(uint64_t key, uint64_t secret) {
   return static_cast<uint32_t>((key ^ key >> 32) * secret >> 32);
@@ -36,22 +34,29 @@ inline uint32_t tag_of(uint64_t key) { return tag_of(key, secret_multiplier()); 
 
 class Table {
  public:
-  explicit Table(size_t* account) : lines_(account) {}
+  explicit Table(size_t* account) : lines_(account), passed_(account) {}
 
   size_t count() const { return count_; }
-  size_t bytes() const { return lines_.bytes(); }
+  size_t bytes() const { return lines_.bytes() + passed_.bytes(); }
   bool has_room(size_t more) const { return count_ + more <= limit(homes_); }
-  static size_t bytes_for(size_t count) { return Array<Line>::bytes_for(lines_for(homes_for(count))); }
+  static size_t bytes_for(size_t count) {
+    const size_t lines = lines_for(homes_for(count));
+    return Array<Line>::bytes_for(lines) + Array<uint8_t>::bytes_for(lines);
+  }
 
   // How many entries to make room for when `needed` do not fit.
-  size_t grown_for(size_t needed) const { return std::max(needed, limit(homes_) * 2); }
+  size_t grown_for(size_t needed) const {
+    size_t homes = homes_ == 0 ? homes_for(needed) : homes_;
+    while (limit(homes) < needed) homes *= 2;
+    return limit(homes);
+  }
 
   void prefetch(uint32_t tag) const { __builtin_prefetch(lines_.data() + home(tag)); }
 
-  // Once the home is there: the line behind it, where the home is full and entries may have gone on into it.
+  // Once the home is there: the line behind it, where the home is full, so that entries may go on, or have gone on.
   void prefetch_spill(uint32_t tag) const {
     const Line* line = lines_.data() + home(tag);
-    if (line->full()) __builtin_prefetch(line + 1);
+    __builtin_prefetch(line + line->full());  // without a branch: it would often be guessed wrongly
   }
 
   // A number in its home with this tag, whose key may be another; kNone where there is none.
@@ -66,35 +71,44 @@ class Table {
   struct Place {
     size_t line;
     uint32_t slot;
+    bool home;  // whether that is its home
   };
 
-  // The number with this tag for which `equal` holds, or kNone; then `free` is where it can be inserted.
+  // The number with this tag for which `equal` holds, or kNone.
   template <typename Equal>
-  uint32_t find(uint32_t tag, const Equal& equal, Place* free = nullptr) const {
-    if (homes_ == 0) return kNone;
-    size_t at = home(tag);
-    for (;; ++at) {
-      const Line& line = lines_[at];
-      for (uint32_t same = line.same(tag); same != 0; same &= same - 1) {
-        const uint32_t number = line.numbers[__builtin_ctz(same)];
-        if (number != kNone && equal(number)) return number;
-      }
-      if (!line.full()) break;
-    }
-    if (free != nullptr) *free = {at, lines_[at].used()};
-    return kNone;
+  uint32_t find(uint32_t tag, const Equal& equal) const {
+    return homes_ == 0 ? kNone : search(tag, equal);
+  }
+  // The same where there is room for more; `free` is where the entry can be inserted if it is not there.
+  template <typename Equal>
+  uint32_t find(uint32_t tag, const Equal& equal, Place* free) const {
+    const uint32_t number = search(tag, equal);
+    if (number == kNone) *free = place_for(tag);
+    return number;
   }
   // Where an entry whose key is not there can be inserted.
   Place place_for(uint32_t tag) const {
     size_t at = home(tag);
-    while (lines_[at].full()) ++at;
-    return {at, lines_[at].used()};
+    uint32_t slot = lines_[at].used();
+    if (__builtin_expect(slot < kWidth, true)) return {at, slot, true};
+    do slot = lines_[++at].used();
+    while (slot == kWidth);
+    return {at, slot, false};
+  }
+
+  // Where an entry can be inserted, if it certainly is not there: its home has room, and nothing that could be it is
+  // there or has passed. That is most often so, and one answer to all of it is guessed better than one to each.
+  bool place_for_new(uint32_t tag, Place* free) const {
+    const size_t at = home(tag);
+    const Line& line = lines_[at];
+    *free = {at, line.used(), true};
+    return (line.same(tag) | passed_[at] | free->slot / kWidth) == 0;
   }
 
   // There must be room. Throws bad_alloc only where entries crowd at the very end; then nothing has changed.
   void insert(uint32_t tag, uint32_t number) { insert_at(place_for(tag), tag, number); }
   void insert_at(Place free, uint32_t tag, uint32_t number) {
-    if (free.slot + 1 == kWidth && free.line + 1 == end_) extend(end_ + kSpill);  // the last line is never full
+    if (__builtin_expect(!free.home, false)) pass(free, tag);
     lines_[free.line].put(free.slot, tag, number);
     ++count_;
   }
@@ -107,19 +121,11 @@ class Table {
 
   // The entry must be there.
   void erase(uint32_t tag, uint32_t number) {
-    Place hole = place_of(tag, number);
+    const Place place = place_of(tag, number);
+    if (__builtin_expect(!place.home, false))
+      for (size_t at = home(tag); at < place.line; ++at) passed_[at] -= passed_[at] != kManyPassed;
+    lines_[place.line].remove(place.slot);
     --count_;
-    for (size_t at = hole.line; lines_[at].full();) {
-      // Whatever has passed this line because it was full must not be behind it any more.
-      Line& next = lines_[++at];
-      const uint32_t used = next.used();
-      uint32_t slot = 0;
-      while (slot < used && home(next.tags[slot]) > hole.line) ++slot;
-      if (slot == used) continue;
-      lines_[hole.line].put(hole.slot, next.tags[slot], next.numbers[slot]);
-      hole = {at, slot};
-    }
-    lines_[hole.line].remove(hole.slot);
   }
 
   // Gives every number another one.
@@ -189,19 +195,41 @@ class Table {
   static size_t limit(size_t homes) { return homes * kUsed; }
   static size_t lines_for(size_t homes) { return homes == 0 ? 0 : homes + std::min(homes, kSpill) + 1; }
   size_t home(uint32_t tag) const { return static_cast<uint64_t>(tag) * homes_ >> 32; }
+  template <typename Equal>
+  uint32_t search(uint32_t tag, const Equal& equal) const {
+    for (size_t at = home(tag);; ++at) {
+      const Line& line = lines_[at];
+      for (uint32_t same = line.same(tag); same != 0; same &= same - 1) {
+        const uint32_t number = line.numbers[__builtin_ctz(same)];
+        if (number != kNone && equal(number)) return number;
+      }
+      if (__builtin_expect(passed_[at] == 0, true)) return kNone;
+    }
+  }
   Place place_of(uint32_t tag, uint32_t number) const {
-    for (size_t at = home(tag);; ++at)
+    const size_t first = home(tag);
+    for (size_t at = first;; ++at) {
       for (uint32_t same = lines_[at].same(tag); same != 0; same &= same - 1) {
         const auto slot = static_cast<uint32_t>(__builtin_ctz(same));
-        if (lines_[at].numbers[slot] == number) return {at, slot};
+        if (lines_[at].numbers[slot] == number) return {at, slot, at == first};
       }
+      if (passed_[at] == 0) missing();
+    }
   }
-  Table(const Table& larger, size_t homes) : lines_(larger.lines_.account()), homes_(homes) { extend(lines_for(homes)); }
+  [[noreturn]] static void missing();
+  void pass(Place free, uint32_t tag);
   void extend(size_t end);
+  void replace(size_t homes);
+  void double_homes();
+  void halve(size_t at);
+  void spread(size_t begin, size_t end, std::vector<Line>& moving, std::vector<uint8_t>& used);
   size_t longest_run() const;
-  void spread(size_t end, bool doubled, std::vector<Line>& moving_lines, std::vector<uint8_t>& used_slots);
 
   Array<Line> lines_;
+  // Of each line, how many entries lie behind it whose homes do not; kManyPassed stays until the table has another size.
+  // They are apart from the lines, so that the processor's nearer caches have them all.
+  Array<uint8_t> passed_;
+  static constexpr uint8_t kManyPassed = UINT8_MAX;
   size_t homes_ = 0;
   size_t end_ = 0;  // lines in use, of which the last is not full
   size_t count_ = 0;
