@@ -25,6 +25,7 @@ from kvmesh.config import KvCacheConfig, WorkerSettings
 from kvmesh.engine.build import Engine
 from kvmesh.models.store import DEFAULT_MODEL, resolve_model
 from kvmesh.net.clock import SystemClock
+from kvmesh.net.doorbell import Doorbell
 from kvmesh.protocol.engine import FromEngine, Generate, RequestFailed, ToEngine, TokenBatch
 from kvmesh.protocol.sampling import SamplingParams
 
@@ -47,6 +48,7 @@ class EngineCore:
             kv_cache_config=KvCacheConfig(enable_block_reuse=False),
         )
         self._tokens: dict[str, int] = {}
+        self.bell = Doorbell()
         self._engine = Engine.build(settings, self, epoch=1, clock=SystemClock())
         self._count = 0
 
@@ -93,9 +95,6 @@ class EngineCore:
     def receive(self) -> list[ToEngine]:
         """Requests are submitted by hand too."""
         return []
-
-    def wake(self) -> None:
-        """Nobody sleeps."""
 
     def send(self, message: FromEngine) -> None:
         """Count tokens."""

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from kvmesh.engine.channel import MessageChannel
 from kvmesh.net.clock import Clock
+from kvmesh.net.doorbell import Doorbell
 
 __all__ = ["LoopWaiter"]
 
@@ -29,6 +30,11 @@ class LoopWaiter:
         self._channel = channel
         self._clock = clock
         self._limit_s = math.inf
+
+    @property
+    def bell(self) -> Doorbell:
+        """See :attr:`kvmesh.transceiver.timing.Waiter.bell`."""
+        return self._channel.bell
 
     @contextmanager
     def limited(self, seconds: float) -> Iterator[None]:
@@ -50,5 +56,5 @@ class LoopWaiter:
         return not called and seconds < left_s
 
     def notify(self, _changed: threading.Condition) -> None:
-        """See :meth:`kvmesh.transceiver.timing.Waiter.notify`. The channel remembers it if nobody waits now."""
-        self._channel.wake()
+        """See :meth:`kvmesh.transceiver.timing.Waiter.notify`. It is remembered if nobody waits now."""
+        self._channel.bell.ring()

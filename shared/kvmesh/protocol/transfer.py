@@ -38,10 +38,10 @@ FINAL_STATES: frozenset[TransferState] = frozenset({"completed", "failed", "canc
 
 
 class Loan(msgspec.Struct, frozen=True):
-    """Few pages that the holder of a ticket may read without asking first, as long as the owner's grant stands."""
+    """Few pages that the holder of a ticket may read without asking first, as long as the loan stands."""
 
     access: bytes
-    """Where the grant is, for the owner's plane; taken away before the pages are touched by anybody else."""
+    """Where the loan is, for the owner's plane; taken back before the pages are touched by anybody else."""
     pages: list[bytes]
     """Per layer group of the owner: int32 page ids on the device, one for each block; negative where none is held."""
     checksums: list[bytes] = []
@@ -210,11 +210,6 @@ class ResultAck(msgspec.Struct, tag=True, kw_only=True):
     transfer_id: int
     session: int
     status: Literal["done", "failed", "cancelled"]
-    ticket: bytes = b""
-    """With ``done``, where the pages were read on loan: the right to them, redeemed now."""
-    num_pages: int = 0
-    """Read on loan."""
-    num_bytes: int = 0
 
 
 class CancelSession(msgspec.Struct, tag=True, kw_only=True):

@@ -7,7 +7,6 @@ import itertools
 from kvmesh.protocol.transfer import CancelSession, Refused, ResultAck, TransferResult
 from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.arrivals import answer_obstacle
-from kvmesh.transceiver.borrowing import Borrowing
 from kvmesh.transceiver.handshake import Pairing
 from kvmesh.transceiver.links import Links
 from kvmesh.transceiver.local import LocalEngine
@@ -28,7 +27,6 @@ class Answers:
         table: the sessions.
         links: the connections to owners.
         pulling: has pages moved and checked.
-        borrowing: knows what owners may not have heard yet.
         precancelled: transfers that were cancelled before they were opened.
     """
 
@@ -38,7 +36,6 @@ class Answers:
         table: SessionTable[ReceiveSession],
         links: Links,
         pulling: Pulling,
-        borrowing: Borrowing,
         precancelled: PreCancels,
     ) -> None:
         self._engine = engine
@@ -46,7 +43,6 @@ class Answers:
         self._table = table
         self._links = links
         self._pulling = pulling
-        self._borrowing = borrowing
         self._precancelled = precancelled
         self._log = get_logger("transceiver.answers")
 
@@ -80,13 +76,8 @@ class Answers:
                 self._fail(session, 502, "transfer_failed", result.message or "the page owner reports a failure")
 
     def on_refused(self, endpoint: str, refused: Refused) -> None:
-        """An owner refuses a request for pages, or the acknowledgement of a loan.
-
-        Whether it serves an earlier copy of the same request, its word does not say.
-        """
+        """An owner refuses a request for pages. Whether it serves an earlier copy of it, its word does not say."""
         with self._table.lock:
-            if self._borrowing.take_refusal(endpoint, refused):
-                return
             session = self._find(endpoint, refused.transfer_id, refused.session)
             if session is None:
                 self._table.counters.dropped += 1

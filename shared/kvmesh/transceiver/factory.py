@@ -16,6 +16,7 @@ from kvmesh.config.transfer_backend import (
     resolve,
 )
 from kvmesh.net.clock import Clock, SystemClock
+from kvmesh.net.doorbell import Doorbell
 from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.bounce import BounceGates, BounceRegions
 from kvmesh.transceiver.channels.factory import create_channel
@@ -25,7 +26,7 @@ from kvmesh.transceiver.planes.nixl import NixlPlane
 from kvmesh.transceiver.staged.plane import StagedPlane
 from kvmesh.transceiver.staged.region import region_size
 from kvmesh.transceiver.tickets import Signer
-from kvmesh.transceiver.timing import CONNECT_TIMEOUT_S, ConditionWaiter, TransferTimes, Waiter
+from kvmesh.transceiver.timing import CONNECT_TIMEOUT_S, BellWaiter, TransferTimes, Waiter
 from kvmesh.transceiver.transceiver import Transceiver
 from kvmesh.transceiver.types import PeerKey, PoolMemory, StagingStats
 
@@ -103,6 +104,7 @@ def create_transceiver(
         log.warning("transfer_checksums has no effect on CUDA pools: pages are checked in host memory only")
         checksums = False
     key = PeerKey(instance_id, epoch)
+    waiter = waiter or BellWaiter()
     bounce: BounceRegions | None = None
     try:
         if resolved.runtime == "CPP":
@@ -125,7 +127,7 @@ def create_transceiver(
         else:
             bounce = _bounce_regions(config, pools, environment)
             memory = [*pools, *(bounce.pools if bounce is not None else ())]
-            data_plane = _paged_plane(resolved, memory, str(key), bind_host, plane, times)
+            data_plane = _paged_plane(resolved, memory, str(key), bind_host, plane, times, waiter.bell)
     except PlaneError as error:
         raise TransceiverConfigError(str(error)) from error
     transceiver = Transceiver(
@@ -141,7 +143,7 @@ def create_transceiver(
         bounce=bounce,
         times=times,
         clock=clock or SystemClock(),
-        waiter=waiter or ConditionWaiter(),
+        waiter=waiter,
         staging=data_plane.stats if isinstance(data_plane, StagedPlane) else StagingStats,
     )
     transceiver.start()
@@ -168,7 +170,8 @@ def _paged_plane(
     bind_host: str,
     choice: PlaneChoice,
     times: TransferTimes,
+    bell: Doorbell,
 ) -> DataPlane:
     if resolved.backend == "NIXL":
         return NixlPlane(pools, name=name, bind_host=bind_host, connect_timeout_s=times.connect_s)
-    return BuiltinPlane(pools, choice=choice, bind_host=bind_host)
+    return BuiltinPlane(pools, choice=choice, bind_host=bind_host, bell=bell)

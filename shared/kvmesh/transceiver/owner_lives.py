@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from kvmesh.protocol.transfer import HelloReply
-from kvmesh.transceiver.borrowing import Borrowing
 from kvmesh.transceiver.links import Link, Links, LinkState
 from kvmesh.transceiver.local import LocalEngine
 from kvmesh.transceiver.sessions import ReceiveSession
@@ -22,7 +21,6 @@ class OwnerLives:
     Args:
         engine: this engine.
         table: the sessions.
-        borrowing: knows what owners may not have heard yet.
         ask: asks the owner of a session for its pages (under the lock): there is a link to it now.
     """
 
@@ -30,12 +28,10 @@ class OwnerLives:
         self,
         engine: LocalEngine,
         table: SessionTable[ReceiveSession],
-        borrowing: Borrowing,
         ask: Callable[[ReceiveSession], None],
     ) -> None:
         self._engine = engine
         self._table = table
-        self._borrowing = borrowing
         self._ask = ask
         self.links = Links(engine, on_up=self._link_up, on_down=self._link_down, run_locked=self._run_locked)
 
@@ -83,7 +79,6 @@ class OwnerLives:
         with self._table.lock:
             if (link := self.links.get(endpoint)) is not None:
                 link.lost_since_s = None
-                self._borrowing.tell_again(self._engine.clock.monotonic_s(), endpoint)
 
     def on_disconnected(self, endpoint: str) -> None:
         """The connection to an owner was lost: answers that it owes us will not come."""
@@ -123,7 +118,6 @@ class OwnerLives:
     def _link_down(self, link: Link, code: str, reason: str) -> None:
         if link.is_fenced and code == "peer_lost":
             self._write_no_more(*link.peer)  # Another process has its address.
-        self._borrowing.forget(link.endpoint, link.peer)
         for session in self._sessions_of(link.endpoint):
             # A copy from shared memory outlives its owner; one over a socket notices by itself.
             if session.peer != link.peer:

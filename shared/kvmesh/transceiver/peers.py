@@ -20,6 +20,7 @@ class Receivers:
         self._peers: dict[bytes, PeerKey] = {}
         self._routes: dict[PeerKey, bytes] = {}
         self._pairings: dict[PeerKey, Pairing] = {}
+        self._numbers: dict[int, PeerKey] = {}
 
     def __len__(self) -> int:
         return len(self._routes)
@@ -32,11 +33,16 @@ class Receivers:
         self._peers[route] = peer
         self._routes[peer] = route
         self._pairings[peer] = pairing
+        self._numbers[peer.number] = peer
         return former is None
 
     def peer(self, route: bytes) -> PeerKey | None:
         """Who speaks through ``route``."""
         return self._peers.get(route)
+
+    def numbered(self, number: int) -> PeerKey | None:
+        """Whose :attr:`PeerKey.number` this is."""
+        return self._numbers.get(number)
 
     def route(self, peer: PeerKey | None) -> bytes | None:
         """Where ``peer`` is reached."""
@@ -52,6 +58,7 @@ class Receivers:
         for peer in gone:
             self._peers.pop(self._routes.pop(peer), None)
             del self._pairings[peer]
+            del self._numbers[peer.number]
         return gone
 
 

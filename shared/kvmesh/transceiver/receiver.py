@@ -47,10 +47,10 @@ class ReceiverSide:
         self._owners = Owners(engine, self._count_refused)
         self._pulling = Pulling(engine, self.table)
         self._precancelled = PreCancels(engine.clock)
-        self.borrowing = Borrowing(engine, self.table)
-        self.lives = OwnerLives(engine, self.table, self.borrowing, self._ask)
+        self.borrowing = Borrowing(engine)
+        self.lives = OwnerLives(engine, self.table, self._ask)
         self.links = self.lives.links
-        self.answers = Answers(engine, self.table, self.links, self._pulling, self.borrowing, self._precancelled)
+        self.answers = Answers(engine, self.table, self.links, self._pulling, self._precancelled)
         self._numbers = itertools.count(1)
         self._auxes: dict[int, Aux] = {}
 
@@ -310,7 +310,6 @@ class ReceiverSide:
     def _maintain(self) -> None:
         with self.table.lock:
             now_s = self._engine.clock.monotonic_s()
-            self.borrowing.tell_again(now_s)
             self.lives.forget_lost(now_s)
             for session in self.table.quarantine:
                 if session.peer_may_write and session.cancel_is_due(now_s):

@@ -116,16 +116,20 @@ class SenderSide:
         """
         self.early.maintain()
         self.waiting.look()
-        return self.table.poll(at_least, self._engine.times.slice_s, self._flag_overdue)
+        return self.table.poll(at_least, self._engine.times.slice_s, self._look)
 
     def sweep(self) -> list[int]:
         """Sessions that have become overdue since the last sweep, each once."""
-        return self.table.sweep()
+        with self.table.lock:
+            self._lending.look()
+            return self.table.sweep()
 
     def cancel(self, transfer_id: int) -> bool:
         """Cancel; True once nothing reads the pages (also for transfers that are not open)."""
         with self.table.lock:
             session = self.table.open.get(transfer_id)
+            if session is not None:
+                self._lending.recall(session)  # What was read before is completed.
             if session is not None and not session.quiet:
                 self._apply(session, SendEvent.CANCEL, "cancelled by the page owner")
                 session.control.stop()
@@ -141,6 +145,7 @@ class SenderSide:
         """End the sessions of a peer that is gone: ``epoch`` and older lives of it read no more."""
         self._engine.fences.end(instance_id, epoch)
         with self.table.lock:
+            self._lending.look()
             for peer in self.receivers.take_lives(instance_id, epoch):
                 for session in self.table.open.values():
                     if session.peer == peer and not session.terminal:
@@ -196,15 +201,16 @@ class SenderSide:
                 ticket = self._engine.tickets.open_ticket(request.ticket)
                 now_ms = self._engine.now_unix_ms()
                 check_ticket(ticket, transfer_id=request.transfer_id, owner=self._engine.key, now_unix_ms=now_ms)
+                session = self.table.open.get(request.transfer_id)
+                if session is not None and session.ticket is not None and session.ticket.nonce == ticket.nonce:
+                    self._lending.recall(session)
                 self._spent.spend(ticket, now_ms)
             except TicketError as error:
                 self._refuse(route, request, error.status, error.code or "ticket_refused", error.message)
                 return
-            session = self.table.open.get(request.transfer_id)
             if session is None or session.ticket is None or session.ticket.nonce != ticket.nonce:
                 self._refuse(route, request, 404, "transfer_unknown", "the pages of this transfer are no longer held")
                 return
-            self._lending.recall(session)
             session.peer, session.session, session.offered = peer, request.session, request.bounce
             if session.terminal:
                 self._serving.answer(session, "cancelled", message="the transfer was cancelled")
@@ -216,9 +222,6 @@ class SenderSide:
     def on_ack(self, route: bytes, ack: ResultAck) -> None:
         """A receiver reads no more."""
         with self.table.lock:
-            if ack.ticket:
-                self._lending.on_taken(route, ack)
-                return
             session = self.table.open.get(ack.transfer_id)
             if session is None or not session.asked_by(self.receivers.peer(route), ack.session):
                 # The usual answer to a repeated cancel of a session that has ended meanwhile.
@@ -310,7 +313,9 @@ class SenderSide:
         if session is None:
             self._precancelled.remember(cancel.transfer_id)
         elif session.ticket is not None and session.ticket.nonce == ticket.nonce and session.peer is None:
-            self._apply(session, SendEvent.CANCEL, "given up by the receiver")
+            self._lending.recall(session)
+            if not session.terminal:
+                self._apply(session, SendEvent.CANCEL, "given up by the receiver")
 
     def _refuse(self, route: bytes, request: RequestData, status: int, code: str, message: str) -> None:
         self.table.counters.refused += 1
@@ -325,7 +330,8 @@ class SenderSide:
     def _apply(self, session: SendSession, event: SendEvent, reason: str = "") -> None:
         self.table.advance(session, next_send_status(session.status, event), reason)
 
-    def _flag_overdue(self, poll: TransferPoll, now_s: float) -> float:
+    def _look(self, poll: TransferPoll, now_s: float) -> float:
+        self._lending.look()
         due_s = float("inf")
         for session in self.table.open.values():
             if now_s < session.deadline_s:

@@ -48,7 +48,7 @@ class SendEvent(StrEnum):
     ASKED = "asked"
     """A receiver has redeemed the ticket."""
     TAKEN = "taken"
-    """A receiver has read all pages on loan, and redeemed the ticket with its acknowledgement."""
+    """A receiver has read all pages on loan, which redeems the ticket."""
     STARTED = "started"
     """From here on pages may be read (pull) or are being written (push)."""
     WRITTEN = "written"

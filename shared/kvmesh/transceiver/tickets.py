@@ -171,32 +171,27 @@ class SpentNonces:
 
     def __init__(self, capacity: int = MAX_SPENT_NONCES) -> None:
         self._capacity = capacity
-        self._spent: OrderedDict[bytes, tuple[int, object]] = OrderedDict()
-        """By nonce, when it expires and for what it was used."""
+        self._spent: OrderedDict[bytes, int] = OrderedDict()
+        """By nonce, when it expires."""
 
     def __len__(self) -> int:
         return len(self._spent)
 
-    def was_spent_on(self, right: Ticket | Claim, purpose: object) -> bool:
-        """Whether it was used, and for this."""
-        return right.nonce in self._spent and self._spent[right.nonce][1] == purpose
-
-    def spend(self, right: Ticket | Claim, now_unix_ms: int, purpose: object = None) -> None:
+    def spend(self, right: Ticket | Claim, now_unix_ms: int) -> None:
         """Mark a ticket, or a claim, as used.
 
         Args:
             right: what is redeemed.
             now_unix_ms: the present by this engine's clock.
-            purpose: what for, so that it can be told from other uses.
 
         Raises:
             TicketError: ``ticket_replayed`` or ``claim_replayed`` when it was used before.
         """
         spent = self._spent
-        while spent and (len(spent) >= self._capacity or next(iter(spent.values()))[0] <= now_unix_ms):
+        while spent and (len(spent) >= self._capacity or next(iter(spent.values())) <= now_unix_ms):
             spent.popitem(last=False)
         if right.nonce in spent:
             kind = "ticket" if isinstance(right, Ticket) else "claim"
             raise TicketError(f"{kind}_replayed", f"the {kind} for transfer {right.transfer_id} was already used")
         skew_ms = 0 if isinstance(right, Ticket) else CLOCK_SKEW_MS
-        spent[right.nonce] = right.expires_unix_ms + skew_ms, purpose
+        spent[right.nonce] = right.expires_unix_ms + skew_ms

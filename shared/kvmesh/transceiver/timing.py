@@ -7,10 +7,11 @@ import threading
 from typing import Final, NamedTuple, Protocol
 
 from kvmesh.config.cache_transceiver import CacheTransceiverConfig
+from kvmesh.net.doorbell import Doorbell
 
 __all__ = [
     "CONNECT_TIMEOUT_S",
-    "ConditionWaiter",
+    "BellWaiter",
     "TransferTimes",
     "Waiter",
     "idle_wait_ms",
@@ -77,7 +78,11 @@ def idle_wait_ms(config: CacheTransceiverConfig, *, tracked_transfers: bool, bus
 
 
 class Waiter(Protocol):
-    """How a poll waits for the threads that change sessions. An executor brings its own, to hear of more than that."""
+    """How a poll waits for whoever changes sessions. An executor brings its own, to hear of more than that."""
+
+    @property
+    def bell(self) -> Doorbell:
+        """Ends waits. Peers ring it who have read pages on loan."""
 
     def wait(self, changed: threading.Condition, seconds: float) -> bool:
         """Wait until :meth:`notify` or for ``seconds``. The caller holds the lock of ``changed``, once.
@@ -90,14 +95,22 @@ class Waiter(Protocol):
         """A session has changed. Called on any thread, which holds the lock of ``changed``; must not block."""
 
 
-class ConditionWaiter:
+class BellWaiter:
     """Waits in real time, for nothing but changes of sessions."""
+
+    def __init__(self) -> None:
+        self.bell = Doorbell()
 
     def wait(self, changed: threading.Condition, seconds: float) -> bool:
         """See :meth:`Waiter.wait`."""
-        changed.wait(seconds)
+        changed.release()
+        try:
+            self.bell.wait(seconds)
+            self.bell.silence()
+        finally:
+            changed.acquire()
         return True
 
-    def notify(self, changed: threading.Condition) -> None:
+    def notify(self, _changed: threading.Condition) -> None:
         """See :meth:`Waiter.notify`."""
-        changed.notify_all()
+        self.bell.ring()

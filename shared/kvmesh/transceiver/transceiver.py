@@ -378,12 +378,10 @@ class Transceiver:
     def awaits_quiet(self) -> bool:
         """Whether a look of this engine is due soon, also without transfers that are open here.
 
-        Peers wait for one, ended transfers for a peer, or an owner may not have heard yet that its pages were read on
-        loan. The latter holds up nothing else: it has its own deadline.
+        Peers wait for one, or ended transfers for a peer.
         """
         return (
             self._sender.waiting.any_put_off
-            or self._receiver.borrowing.owes
             or len(self._sender.table.quarantine) + len(self._receiver.table.quarantine) > 0
         )
 
@@ -410,7 +408,6 @@ class Transceiver:
         self._closed = True
         self._sender.table.stop_movers()
         self._receiver.table.stop_movers()
-        self._receiver.borrowing.tell_all()
         self._control.close(CLOSE_TIMEOUT_S)
         self._workers.close(CLOSE_TIMEOUT_S)
         self._plane.close()

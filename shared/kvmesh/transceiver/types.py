@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -75,6 +76,11 @@ class PeerKey(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.instance_id}#{self.epoch}"
+
+    @property
+    def number(self) -> int:
+        """A uint64 that stands for it where there is no room for its name."""
+        return int.from_bytes(hashlib.blake2b(str(self).encode(), digest_size=8).digest(), "little")
 
 
 class TransferFailure(NamedTuple):

@@ -28,7 +28,7 @@ class WaitingPages:
         table: the sessions.
         begin: serves a request whose pages are where the session says (under the lock).
         fail: ends a session that was asked for, with the reason (under the lock).
-        recall: takes back what a session has lent (under the lock).
+        recall: takes back what a session has lent, which may end it (under the lock).
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class WaitingPages:
                     continue
                 # Before the cache touches them, so that nobody takes for the prompt's what it puts there.
                 self._recall(session)
-                if session.lease.let_move():
+                if not session.terminal and session.lease.let_move():
                     session.movable = True
                     count += 1
         return count

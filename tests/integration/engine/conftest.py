@@ -17,6 +17,7 @@ from kvmesh.cache.stats import CacheStats
 from kvmesh.config import CacheTransceiverConfig, KvCacheConfig, WorkerSettings
 from kvmesh.engine.build import Engine
 from kvmesh.net.clock import ManualClock, SystemClock
+from kvmesh.net.doorbell import Doorbell
 from kvmesh.protocol.engine import FromEngine, Generate, RequestFailed, ToEngine, TokenBatch, TokenOutput
 from kvmesh.protocol.errors import unavailable
 from kvmesh.protocol.sampling import SamplingParams, TokenLogprob
@@ -121,6 +122,8 @@ class EngineBench:
     def __init__(self, settings: WorkerSettings, clock: SystemClock | ManualClock, epoch: int = 1) -> None:
         self.answers: dict[str, Answer] = {}
         self.messages: list[FromEngine] = []
+        self.bell = Doorbell()
+        """Whoever steps looks anyway."""
         self.engine = Engine.build(settings, self, epoch=epoch, clock=clock)
         self.executor = self.engine.executor
         self.plans: list[Any] = []
@@ -130,9 +133,6 @@ class EngineBench:
 
     def receive(self) -> list[ToEngine]:
         return []
-
-    def wake(self) -> None:
-        """Whoever steps looks anyway."""
 
     def send(self, message: FromEngine) -> None:
         match message:

@@ -42,8 +42,8 @@ def waiter(channel: FrontChannel) -> LoopWaiter:
 
 def test_a_wake_up_is_remembered_until_the_next_receive(channel: FrontChannel) -> None:
     assert not channel.wait(0.0)
-    channel.wake()
-    channel.wake()
+    channel.bell.ring()
+    channel.bell.ring()
     assert channel.wait(LONG_S)
     assert channel.wait(LONG_S), "nobody has looked yet"
     assert channel.receive() == []
@@ -51,7 +51,7 @@ def test_a_wake_up_is_remembered_until_the_next_receive(channel: FrontChannel) -
 
 
 def test_a_wake_up_from_another_thread_ends_a_wait(channel: FrontChannel) -> None:
-    waker = threading.Thread(target=channel.wake)
+    waker = threading.Thread(target=channel.bell.ring)
     started_s = time.monotonic()
     waker.start()
     assert channel.wait(LONG_S)
@@ -68,7 +68,7 @@ def test_a_message_ends_a_wait(channel: FrontChannel, front: zmq.Socket[bytes]) 
 def test_a_closed_channel_is_not_woken(front: zmq.Socket[bytes]) -> None:
     channel = FrontChannel(front.getsockopt_string(zmq.LAST_ENDPOINT))
     channel.close()
-    channel.wake()
+    channel.bell.ring()
 
 
 def test_a_poll_waits_its_time_without_the_lock(waiter: LoopWaiter) -> None:

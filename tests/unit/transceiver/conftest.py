@@ -27,7 +27,8 @@ from kvmesh.protocol.transfer import (
 from kvmesh.transceiver.handshake import Handshake, Introduction
 from kvmesh.transceiver.ledger import Ledger
 from kvmesh.transceiver.local import LocalEngine
-from kvmesh.transceiver.planes.base import LOAN, MoveJob, PlaneError
+from kvmesh.transceiver.planes.base import MoveJob, PlaneError
+from kvmesh.transceiver.planes.loans import Receipt
 from kvmesh.transceiver.receiver import ReceiverSide
 from kvmesh.transceiver.sender import SenderSide
 from kvmesh.transceiver.tickets import Signer
@@ -138,9 +139,11 @@ class FakePlane:
         self.lend_error: str | None = None
         self.lent: dict[int, bytes] = {}
         """By transfer, as the owner; a receiver looks into those of its owner."""
+        self.receipts: dict[int, Receipt] = {}
+        """Of those that were taken."""
         self.owner = self
         self.grants = 0
-        self.read: list[Sequence[Any]] = []
+        self.copied: list[Sequence[Any]] = []
         self.factor = 1
         self.during: Callable[[], None] = lambda: None
 
@@ -167,8 +170,10 @@ class FakePlane:
 
     def revoke(self, transfer_id: int, session: int) -> None:
         self.granted.pop((transfer_id, session), None)
-        if session == LOAN:
-            self.lent.pop(transfer_id, None)
+
+    @property
+    def loans(self) -> FakePlane | None:
+        return self if self.direction == "pull" else None
 
     def lend(self, transfer_id: int, nbytes: int) -> bytes:
         if self.lends and self.lend_error is not None:
@@ -179,20 +184,31 @@ class FakePlane:
         self.lent[transfer_id] = b"loan %d" % self.grants
         return self.lent[transfer_id]
 
-    def read_lent(self, peer: PeerKey, access: bytes, parts: Sequence[Any], *, summed: bool) -> list[np.ndarray]:
+    def taken(self) -> list[tuple[int, Receipt]]:
+        return [(transfer_id, self.recall(transfer_id)) for transfer_id in list(self.receipts)]  # type: ignore[misc]
+
+    def recall(self, transfer_id: int) -> Receipt | None:
+        self.lent.pop(transfer_id, None)
+        return self.receipts.pop(transfer_id, None)
+
+    def stands(self, peer: PeerKey, access: bytes) -> bool:
+        standing = [loan for number, loan in self.owner.lent.items() if number not in self.owner.receipts]
+        return self.attached and peer.instance_id == "context" and access in standing
+
+    def read(self, peer: PeerKey, parts: Sequence[Any], *, summed: bool) -> list[np.ndarray]:
         """Reads nothing; the sums are the page's numbers, times a factor."""
-        if not self.stands(peer, access):
-            raise PlaneError("nothing is lent")
         fault_point("transceiver.during_transfer")
         self.during()
         fault_point("transceiver.during_transfer")
-        if not self.stands(peer, access):
-            raise PlaneError("the owner has taken its pages back")
-        self.read.append(parts)
+        self.copied.append(parts)
         return [part.remote.astype("<u8") * self.factor for part in parts] if summed else []
 
-    def stands(self, peer: PeerKey, access: bytes) -> bool:
-        return self.attached and peer.instance_id == "context" and access in self.owner.lent.values()
+    def take(self, peer: PeerKey, access: bytes, receipt: Receipt) -> bool:
+        if not self.stands(peer, access):
+            return False
+        (number,) = [number for number, loan in self.owner.lent.items() if loan == access]
+        self.owner.receipts[number] = receipt
+        return True
 
     def move(self, peer: PeerKey, job: MoveJob) -> int:
         job.control.checkpoint()

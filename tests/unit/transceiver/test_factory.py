@@ -13,6 +13,7 @@ import structlog
 from kvmesh.cache.device import CpuDevice
 from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
 from kvmesh.config.cache_transceiver import CacheTransceiverConfig
+from kvmesh.net.doorbell import Doorbell
 from kvmesh.transceiver import PoolMemory, ServerFacts, TransceiverConfigError, TransceiverStats, create_transceiver
 from kvmesh.transceiver.planes.builtin import BuiltinPlane
 from kvmesh.transceiver.planes.nixl_agent import prepare_environment
@@ -96,17 +97,17 @@ def test_the_transceiver_says_what_it_is_and_closes_twice(
 def test_what_is_lent_is_taken_back_before_a_shutdown_releases_it(memory: PoolMemory) -> None:
     owner = PeerKey("engine", 1)
     transceiver = create(memory, fields={})
-    reader = BuiltinPlane([memory], choice="memfd", bind_host="127.0.0.1")
+    reader = BuiltinPlane([memory], choice="memfd", bind_host="127.0.0.1", bell=Doorbell())
     reader.attach(owner, transceiver._plane.describe(), "receiver")
     stood: list[bool] = []
     lease = SimpleNamespace(
         page_ids=lambda group: np.array([3], dtype=np.int32),
-        release=lambda: stood.append(reader.stands(owner, access)),
+        release=lambda: stood.append(reader.loans.stands(owner, access)),
         quarantine=lambda: None,
     )
     transceiver.respond_and_send(7, "c7", lease, 8, 0, b"p" * 32)
     access: bytes = transceiver._sender.table.open[7].ticket.loan.access
-    assert reader.stands(owner, access)
+    assert reader.loans.stands(owner, access)
     transceiver.shutdown()
     reader.close()
     assert stood == [False]

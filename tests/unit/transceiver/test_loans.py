@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,16 +14,14 @@ from hypothesis import strategies as st
 
 from kvmesh.cache.layout import CacheRequirements, LayerCacheSpec, PageLayout
 from kvmesh.net.faults import FaultInjectedError, injected
-from kvmesh.protocol.transfer import Loan, Refused, RequestData, ResultAck
+from kvmesh.protocol.transfer import Loan, RequestData
 from kvmesh.protocol.version import PROTOCOL_VERSION
-from kvmesh.transceiver import borrowing, lending
 from kvmesh.transceiver.borrowing import lent_parts, lent_sums
 from kvmesh.transceiver.lending import MAX_LENT_PAGES, page_sums
+from kvmesh.transceiver.planes.loans import Receipt
 from kvmesh.transceiver.runs import encode_pages, only_pages
 from kvmesh.transceiver.sessions import CANCEL_REPEAT_S
-from kvmesh.transceiver.states import SessionState
-from kvmesh.transceiver.tickets import Signer
-from kvmesh.transceiver.types import PeerKey, PoolMemory
+from kvmesh.transceiver.types import PoolMemory
 
 Wire = Any
 """tests/unit/transceiver/conftest.py"""
@@ -79,16 +77,16 @@ def ended_usually(wire: Wire, transfer_id: int = 7) -> None:
 
 def test_lent_pages_are_there_before_the_owner_hears_of_it(wire: Wire) -> None:
     read_at_once(wire)
-    ((part,),) = wire.generation_plane.read
+    ((part,),) = wire.generation_plane.copied
     assert (part.remote.tolist(), part.local.tolist()) == ([10, 11, 12, 13], [20, 21, 22, 23])
     assert wire.leases["context", 7].released == 0
-    (ack,) = wire.to_context
-    assert (ack.status, ack.num_pages, ack.num_bytes) == ("done", 4, 4 * 256)
-    wire.deliver_to_context()
-    assert wire.context_plane.lent == {}, "nobody reads released pages"
+    release, seen = wire.leases["context", 7].release, []
+    wire.leases["context", 7].release = lambda: (seen.append(wire.context_plane.lent == {}), release())
     assert wire.sender.poll(0).completed == [7]
+    assert seen == [True], "nobody reads released pages"
     assert wire.released(7) == (1, 1)
-    assert not wire.to_generation, "nothing is answered"
+    assert not wire.to_context, "nothing is said"
+    assert not wire.to_generation
     assert wire.sender.table.counters.pages == wire.receiver.table.counters.pages == 4 + 4
     assert wire.sender.table.counters.nbytes == wire.receiver.table.counters.nbytes
     assert wire.sender.table.counters.refused == wire.sender.table.counters.dropped == 0
@@ -98,7 +96,7 @@ def test_lent_pages_are_there_before_the_owner_hears_of_it(wire: Wire) -> None:
 
 def test_both_ledgers_tell_of_it(wire: Wire) -> None:
     read_at_once(wire)
-    wire.pump()
+    wire.sender.poll(0)
     assert wire.states("context", 7) == wire.states("generation", 7) == ["registered", "completed"]
 
 
@@ -106,7 +104,7 @@ def test_both_ledgers_tell_of_it(wire: Wire) -> None:
 def test_only_missing_pages_are_read(wire: Wire, first: int, expected: list[int]) -> None:
     with_checksums(wire, 3, 3)
     read_at_once(wire, first=first)
-    (parts,) = wire.generation_plane.read
+    (parts,) = wire.generation_plane.copied
     assert [page for part in parts for page in part.remote.tolist()] == expected
     wire.pump()
     assert wire.sender.poll(0).completed == [7]
@@ -124,7 +122,7 @@ def test_windowed_groups_are_lent_too(make_wire: Callable[..., Wire], tools: Sim
     lease = tools.FakeLease(*wanted)
     wire.receiver.open(7, "g7", wire.handoff(token), lease, [1, 0], tools.PROMPT_DIGEST)
     assert wire.receiver.poll(0).completed == [7]
-    (parts,) = wire.generation_plane.read
+    (parts,) = wire.generation_plane.copied
     assert [(part.remote.tolist(), part.local.tolist()) for part in parts] == [
         ([11, 12, 13], [21, 22, 23]),
         ([42, 43], [52, 53]),
@@ -182,7 +180,7 @@ def test_what_is_taken_back_during_the_copy_is_asked_for(wire: Wire) -> None:
     wire.generation_plane.during = lambda: wire.context_plane.lent.clear()
     wire.ask(7, handoff)
     wire.generation_plane.during = lambda: None
-    assert not wire.generation_plane.read
+    assert wire.receiver.borrowing.borrowed_total == 0
     assert wire.receiver.poll(0).settled == 0
     ended_usually(wire)
 
@@ -203,13 +201,13 @@ def test_damage_is_not_accepted_and_the_pages_are_asked_for(wire: Wire) -> None:
 def test_a_pair_checks_when_both_do(wire: Wire, at_context: int | None, at_generation: int | None) -> None:
     with_checksums(wire, at_context, at_generation)
     seen: list[bool] = []
-    read_lent = wire.generation_plane.read_lent
+    read_pages = wire.generation_plane.read
 
     def read(*args: Any, summed: bool) -> Any:
         seen.append(summed)
-        return read_lent(*args, summed=summed)
+        return read_pages(*args, summed=summed)
 
-    wire.generation_plane.read_lent = read
+    wire.generation_plane.read = read
     read_at_once(wire)
     assert seen == [at_context is not None and at_generation is not None]
 
@@ -248,7 +246,7 @@ def test_another_loan_than_was_signed_is_refused(wire: Wire) -> None:
     other = encode_pages(np.array([1, 2, 3, 4], dtype=np.int32))
     with pytest.raises(Exception, match="not signed"):
         wire.ask(7, wire.handoff(handoff.ticket.replace(pages, other)))
-    assert not wire.generation_plane.read
+    assert not wire.generation_plane.copied
 
 
 # Taken back, before anything happens to the pages.
@@ -322,7 +320,7 @@ def test_a_new_loan_of_the_same_transfer_is_another_one(wire: Wire) -> None:
     wire.sender.poll(0)
     wire.offer(7, pages=[30, 31, 32, 33])
     wire.ask(7, old)
-    assert not wire.generation_plane.read, "what the first ticket names is not lent any more"
+    assert not wire.generation_plane.copied, "what the first ticket names is not lent any more"
     wire.pump()
     assert wire.receiver.poll(0).failed[0].status == 404
     assert 7 in wire.sender.table.open
@@ -346,211 +344,124 @@ def test_a_receiver_that_asks_is_the_only_reader(wire: Wire) -> None:
     ended_usually(wire)
 
 
-# Acknowledgements.
+# Receipts.
 
 
-def owed(wire: Wire, transfer_id: int = 7) -> ResultAck:
-    """A loan was read, and its acknowledgement lost."""
-    read_at_once(wire, transfer_id)
-    (ack,) = wire.to_context
-    wire.to_context.clear()
-    assert isinstance(ack, ResultAck)
-    return ack
+def another_reads(wire: Wire, transfer_id: int = 7, *, num_pages: int = 4) -> None:
+    """A receiver that this owner does not know takes a loan."""
+    assert transfer_id in wire.context_plane.lent
+    assert transfer_id not in wire.context_plane.receipts
+    wire.context_plane.receipts[transfer_id] = Receipt(1, 9, num_pages, 256 * num_pages)
 
 
-def test_a_lost_acknowledgement_is_repeated_until_the_owner_has_heard(wire: Wire) -> None:
-    ack = owed(wire)
-    wire.receiver.sweep()
-    assert not wire.to_context, "it may still be on its way"
-    for _ in range(3):
-        wire.clock.advance(CANCEL_REPEAT_S)
-        wire.receiver.sweep()
-        wire.receiver.poll(0)
-        assert list(wire.to_context) == [ack]
-        wire.to_context.clear()
-    assert wire.receiver.borrowing.owes
-    wire.clock.advance(CANCEL_REPEAT_S)
-    wire.receiver.sweep()
-    wire.pump()
-    assert wire.sender.poll(0).completed == [7]
-    wire.clock.advance(CANCEL_REPEAT_S)
-    wire.receiver.sweep()
-    assert not wire.receiver.borrowing.owes
-    assert not wire.to_context
-
-
-def test_a_connection_that_is_back_brings_it_at_once(wire: Wire) -> None:
-    ack = owed(wire)
-    wire.receiver.lives.on_disconnected(wire.ENDPOINT)
-    wire.receiver.lives.on_connected(wire.ENDPOINT)
-    assert list(wire.to_context) == [ack]
-    wire.pump()
-    assert wire.sender.poll(0).completed == [7]
-
-
-def test_a_repeated_acknowledgement_changes_nothing(wire: Wire) -> None:
-    read_at_once(wire)
-    (ack,) = wire.to_context
-    for _ in range(3):
-        wire.sender.on_ack(wire.ROUTE, ack)
-    assert wire.sender.poll(0).completed == [7]
-    wire.sender.on_ack(wire.ROUTE, ack)
-    assert wire.sender.table.counters.refused == 0
-    assert wire.sender.table.counters.dropped == 3
-    assert wire.leases["context", 7].released == 1
-
-
-def test_an_owner_that_has_given_up_is_not_told_again(wire: Wire) -> None:
-    """The receiver has all of it; the owner's deadline came first."""
-    ack = owed(wire)
-    assert wire.sender.cancel(7)
-    assert wire.sender.poll(0).cancelled == [7]
-    wire.clock.advance(CANCEL_REPEAT_S)
-    wire.receiver.sweep()
-    assert not wire.receiver.borrowing.owes
-    wire.sender.on_ack(wire.ROUTE, ack)
-    assert wire.leases["context", 7].released == 1
-    assert not wire.to_generation
-
-
-def test_a_dead_owner_is_owed_nothing(wire: Wire) -> None:
-    owed(wire)
-    wire.receiver.lives.peer_dead("context", 1)
-    assert not wire.receiver.borrowing.owes
-    wire.clock.advance(CANCEL_REPEAT_S)
-    wire.receiver.sweep()
-    assert not wire.to_context
-
-
-def test_a_second_reading_by_the_same_receiver_is_refused(wire: Wire) -> None:
-    """A ticket is good for one transfer; the owner, who stands still, has not heard of the first."""
+@pytest.mark.parametrize("look", ["never", "before it asks"])
+def test_a_second_reading_by_the_same_receiver_is_refused(wire: Wire, look: str) -> None:
+    """A ticket is good for one transfer, also where the owner stands still and has not seen the first."""
     handoff = wire.offer(7)
     wire.ask(7, handoff)
     assert wire.receiver.poll(0).completed == [7]
+    if look == "before it asks":
+        assert wire.sender.poll(0).completed == [7]
     wire.ask(7, handoff)
-    assert len(wire.generation_plane.read) == 1
+    assert len(wire.generation_plane.copied) == 1
+    wire.pump()
+    (failure,) = wire.receiver.poll(0).failed
+    assert (failure.status, failure.code) == (403, "ticket_replayed")
+    assert wire.sender.poll(0).completed == [7] * (look == "never")
+    assert wire.sender.table.counters.refused == 1
+    assert wire.leases["context", 7].released == 1
+
+
+def test_of_two_that_read_at_once_one_may_use_it(wire: Wire) -> None:
+    handoff = wire.offer(7)
+    wire.generation_plane.during = lambda: another_reads(wire)
+    wire.ask(7, handoff)
+    wire.generation_plane.during = lambda: None
+    assert wire.receiver.borrowing.borrowed_total == 0
     wire.pump()
     (failure,) = wire.receiver.poll(0).failed
     assert (failure.status, failure.code) == (403, "ticket_replayed")
     assert wire.sender.poll(0).completed == [7]
-
-
-def test_of_two_receivers_the_second_acknowledgement_counts_as_replayed(wire: Wire) -> None:
-    read_at_once(wire)
-    (ack,) = wire.to_context
-    wire.sender.receivers.add(
-        b"another", PeerKey("another", 1), wire.sender.receivers.pairing(PeerKey("generation", 1))
-    )
-    wire.deliver_to_context()
-    wire.sender.on_ack(b"another", ack)
-    (refused,) = wire.to_generation
-    assert (refused.status, refused.code) == (403, "ticket_replayed")
-    assert wire.sender.table.counters.refused == 1
-    assert wire.sender.poll(0).completed == [7]
-    assert wire.leases["context", 7].released == 1
-
-
-@pytest.mark.parametrize(
-    ("code", "change"),
-    [
-        ("ticket_forged", lambda wire, ticket: Signer(b"outsider", "ticket").sign_ticket(ticket)),
-        ("ticket_forged", lambda wire, ticket: b"no ticket"),
-        ("ticket_expired", lambda wire, ticket: resigned(wire, ticket, expires_unix_ms=1)),
-        ("ticket_foreign", lambda wire, ticket: resigned(wire, ticket, owner_instance_id="another")),
-        ("ticket_stale_epoch", lambda wire, ticket: resigned(wire, ticket, owner_epoch=0)),
-        ("ticket_mismatch", lambda wire, ticket: resigned(wire, ticket, transfer_id=8)),
-    ],
-)
-def test_a_bad_ticket_frees_nothing(wire: Wire, code: str, change: Callable[..., bytes]) -> None:
-    handoff = wire.offer(7)
-    ticket = wire.sender.table.open[7].ticket
-    wire.sender.on_ack(
-        wire.ROUTE, ResultAck(transfer_id=7, session=99, status="done", ticket=change(wire, ticket), num_pages=4)
-    )
-    (refused,) = wire.to_generation
-    assert type(refused) is Refused
-    assert (refused.status, refused.code) == (403, code)
-    assert wire.sender.table.counters.refused == 1
-    wire.deliver_to_generation()
-    assert wire.sender.poll(0).settled == 0
-    # Both go on.
-    wire.ask(7, handoff)
-    assert wire.receiver.poll(0).completed == [7]
-    wire.pump()
-    assert wire.sender.poll(0).completed == [7]
-
-
-def resigned(wire: Wire, ticket: Any, **changes: Any) -> bytes:
-    token: bytes = wire.context.tickets.sign_ticket(msgspec.structs.replace(ticket, **changes))
-    return token
-
-
-def test_the_deadline_of_the_ticket_is_that_of_the_acknowledgement(wire: Wire) -> None:
-    ack = owed(wire)
-    wire.clock.advance(61)
-    wire.sender.on_ack(wire.ROUTE, ack)
-    assert wire.to_generation[0].code == "ticket_expired"
-    wire.pump()
-    assert not wire.receiver.borrowing.owes, "it is not told again what it does not take"
-    assert wire.sender.sweep() == [7]
-    assert wire.sender.cancel(7)
-    wire.sender.poll(0)
     assert wire.released(7) == (1, 1)
 
 
-@pytest.mark.parametrize("why", ["never introduced", "taken for dead"])
-def test_the_ticket_is_the_right_to_acknowledge(wire: Wire, why: str) -> None:
-    """A receiver that only stood still, so that its lease ran out, or whose introduction was lost."""
-    read_at_once(wire)
-    (ack,) = wire.to_context
-    if why == "taken for dead":
-        wire.sender.peer_dead("generation", 1)
-        wire.deliver_to_context()
+@pytest.mark.parametrize(("who", "peer"), [("one that is known", "generation"), ("a stranger", None)])
+def test_the_owner_knows_who_has_read(wire: Wire, who: str, peer: str | None) -> None:
+    if who == "a stranger":
+        wire.offer(7)
+        another_reads(wire)
     else:
-        wire.sender.on_ack(b"another route", ack)
+        read_at_once(wire)
+    wire.context.ledger.drain()
     assert wire.sender.poll(0).completed == [7]
-    assert not wire.to_generation
-    assert wire.sender.table.counters.refused == wire.sender.table.counters.dropped == 0
-    assert wire.leases["context", 7].released == 1
+    (event,) = wire.context.ledger.drain()
+    assert (event.state, event.peer_instance_id, event.num_pages) == ("completed", peer, 4)
 
 
-def test_what_was_not_lent_is_not_acknowledged(wire: Wire) -> None:
-    """Nor is the ticket spent: whoever may ask with it still can."""
-    wire.context_plane.lends = False
-    handoff = wire.offer(7)
-    token = wire.sender.table.open[7].token
-    wire.sender.on_ack(wire.ROUTE, ResultAck(transfer_id=7, session=1, status="done", ticket=token))
-    assert wire.sender.table.counters.dropped == 1
-    assert wire.sender.table.open[7].status.state is SessionState.INIT
-    wire.ask(7, handoff)
-    ended_usually(wire)
-
-
-@pytest.mark.parametrize("status", ["failed", "cancelled"])
-def test_only_what_was_read_counts_as_read(wire: Wire, status: Literal["failed", "cancelled"]) -> None:
-    handoff = wire.offer(7)
-    token = wire.sender.table.open[7].token
-    wire.sender.on_ack(wire.ROUTE, ResultAck(transfer_id=7, session=9, status=status, ticket=token))
-    assert wire.sender.table.counters.dropped == 1
-    assert wire.sender.poll(0).settled == 0
-    wire.ask(7, handoff)
-    assert wire.receiver.poll(0).completed == [7]
-    wire.pump()
+def test_what_a_receiver_has_read_before_its_death_is_completed(wire: Wire) -> None:
+    """Nobody waits for its word."""
+    read_at_once(wire)
+    wire.sender.peer_dead("generation", 1)
+    assert wire.context_plane.lent == {}
     assert wire.sender.poll(0).completed == [7]
+    assert [event.peer_instance_id for event in wire.context.ledger.drain()] == [None, "generation"]
 
 
-@pytest.mark.parametrize(("said", "counted"), [(1000, 4), (-1000, 0), (3, 3)])
+@pytest.mark.parametrize(("said", "counted"), [(1000, 4), (0, 0), (3, 3)])
 def test_no_more_counts_as_read_than_was_lent(wire: Wire, said: int, counted: int) -> None:
     before = wire.sender.table.counters.pages, wire.sender.table.counters.nbytes
     wire.offer(7)
-    token = wire.sender.table.open[7].token
-    wire.sender.on_ack(
-        wire.ROUTE,
-        ResultAck(transfer_id=7, session=9, status="done", ticket=token, num_pages=said, num_bytes=256 * said),
-    )
+    another_reads(wire, num_pages=said)
     assert wire.sender.poll(0).completed == [7]
     after = wire.sender.table.counters.pages, wire.sender.table.counters.nbytes
     assert after == (before[0] + counted, before[1] + 256 * counted)
+
+
+@pytest.mark.parametrize("how", ["cancel", "deadline", "declined", "pages are short", "asked for again"])
+def test_what_was_read_before_is_completed(wire: Wire, how: str) -> None:
+    """Whatever the owner would have done next with a session that it took for unread."""
+    handoff = wire.offer(7)
+    wire.ask(7, handoff)
+    assert wire.receiver.poll(0).completed == [7]
+    if how == "cancel":
+        assert wire.sender.cancel(7)
+    elif how == "deadline":
+        wire.clock.advance(61)
+        assert wire.sender.sweep() == []
+    elif how == "declined":
+        wire.receiver.decline(7, handoff)
+        wire.pump()
+    elif how == "pages are short":
+        pool = wire.context.pools[0]
+        object.__setattr__(wire.context, "pools", [pool, pool])
+        assert wire.sender.waiting.let_move() == 0
+    else:
+        wire.ask(7, handoff)
+        wire.pump()
+    ended = wire.sender.poll(0)
+    assert (ended.completed, ended.timed_out) == ([7], [])
+    assert wire.leases["context", 7].released == 1
+    assert wire.context_plane.lent == {}
+
+
+def test_an_end_of_one_transfer_waits_for_no_other(wire: Wire) -> None:
+    wire.offer(7)
+    read_at_once(wire, 8)
+    assert wire.sender.poll(0).completed == [8]
+    assert list(wire.context_plane.lent) == [7]
+
+
+def test_a_poll_that_waits_ends_when_a_loan_is_read(wire: Wire) -> None:
+    """Its bell has been rung."""
+    handoff = wire.offer(7)
+
+    def read() -> None:
+        wire.ask(7, handoff)
+        wire.waiter.between = lambda: None
+
+    wire.waiter.between = read
+    assert wire.sender.poll(1).completed == [7]
+    assert len(wire.waiter.waits) == 1
 
 
 # Expiry: a loan stays on one host, whose clock both sides read.
@@ -562,7 +473,7 @@ def test_an_expired_ticket_is_not_read_but_asked_for_and_refused(wire: Wire) -> 
     wire.clock.advance(60)
     assert wire.context_plane.lent, "nobody has swept"
     wire.ask(7, handoff)
-    assert not wire.generation_plane.read
+    assert not wire.generation_plane.copied
     assert type(wire.to_context[0]) is RequestData
     wire.pump()
     (failure,) = wire.receiver.poll(0).failed
@@ -582,86 +493,14 @@ def test_a_ticket_that_expires_during_the_copy_is_refused(wire: Wire) -> None:
 
 @pytest.mark.parametrize("later_s", [1, 59, 60, 61, 300])
 def test_no_ticket_is_read_twice_by_one_receiver(wire: Wire, later_s: int) -> None:
-    """While it is good the receiver knows that it has read it; later it is not good any more."""
+    """Whose owner stands still, and has not seen it."""
     handoff = wire.offer(7)
     wire.ask(7, handoff)
     assert wire.receiver.poll(0).completed == [7]
-    wire.to_context.clear()
-    for _ in range(later_s):
-        wire.clock.advance(1)
-        wire.receiver.sweep()
-    wire.to_context.clear()
+    wire.clock.advance(later_s)
     wire.ask(7, handoff)
-    assert len(wire.generation_plane.read) == 1
+    assert len(wire.generation_plane.copied) == 1
     assert type(wire.to_context[-1]) is RequestData
-
-
-def test_an_acknowledgement_is_repeated_until_the_ticket_expires(wire: Wire) -> None:
-    owed(wire)
-    wire.clock.advance(59)
-    wire.receiver.sweep()
-    assert len(wire.to_context) == 1
-    wire.clock.advance(1)
-    wire.receiver.sweep()
-    assert len(wire.to_context) == 1
-    assert not wire.receiver.borrowing.owes
-
-
-def test_who_owes_too_many_acknowledgements_asks(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(borrowing, "MAX_OWED", 2)
-    for transfer_id in (7, 8):
-        owed(wire, transfer_id)
-    wire.ask(9, wire.offer(9))
-    assert type(wire.to_context[0]) is RequestData
-    ended_usually(wire, 9)
-
-
-def test_who_ends_says_it_once_more(wire: Wire) -> None:
-    """At shutdown: it does not wait for an owner that stands still, which hears of it when it goes on."""
-    ack = owed(wire)
-    wire.receiver.borrowing.tell_all()
-    wire.receiver.borrowing.tell_all()
-    assert list(wire.to_context) == [ack]
-    assert not wire.receiver.borrowing.owes
-    wire.pump()
-    assert wire.sender.poll(0).completed == [7]
-
-
-# Refusals of acknowledgements.
-
-
-def test_a_refused_acknowledgement_counts_once_however_often_it_comes(wire: Wire) -> None:
-    """A second receiver of the same hand-off, which repeats itself to an owner that stands still, is no attack."""
-    read_at_once(wire)
-    (ack,) = wire.to_context
-    wire.deliver_to_context()
-    for _ in range(4):
-        wire.sender.on_ack(b"another", ack)
-    assert wire.sender.table.counters.refused == 1
-    assert wire.sender.table.counters.dropped == 3
-    assert len(wire.to_generation) == 4, "each is answered: an answer may be lost"
-
-
-def test_what_is_remembered_of_refused_acknowledgements_is_bounded(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lending, "MAX_REFUSED", 2)
-    for number in range(5):
-        wire.sender.on_ack(wire.ROUTE, ResultAck(transfer_id=7, session=number, status="done", ticket=b"forged"))
-    assert len(wire.sender._lending._refused) == 2
-    assert wire.sender.table.counters.refused == 5
-
-
-def test_a_refused_acknowledgement_is_said_at_the_receiver(wire: Wire, capsys: pytest.CaptureFixture[str]) -> None:
-    ack = owed(wire)
-    refused = Refused(transfer_id=7, session=ack.session, status=403, code="ticket_replayed", message="used")
-    for endpoint, number in (("tcp://another:1", ack.session), (wire.ENDPOINT, ack.session + 1)):
-        other = msgspec.structs.replace(refused, session=number)
-        wire.receiver.answers.on_refused(endpoint, other)
-        assert wire.receiver.borrowing.owes, "somebody else says so, or of something else"
-    dropped = wire.receiver.table.counters.dropped
-    wire.receiver.answers.on_refused(wire.ENDPOINT, refused)
-    assert not wire.receiver.borrowing.owes
-    assert wire.receiver.table.counters.dropped == dropped
-    assert "ticket_replayed" in "".join(capsys.readouterr())
 
 
 # Slices in the trace.
@@ -700,16 +539,15 @@ def test_a_failure_goes_the_usual_way_and_ends_both_sides_there(wire: Wire, poin
     ended = wire.sender.poll(0)
     assert [failure.id for failure in ended.failed] + ended.cancelled == [7]
     assert wire.released(7) == (1, 1)
-    assert not wire.receiver.borrowing.owes
 
 
 @pytest.mark.parametrize(("point", "times"), [("before_request", 1), ("during_transfer", 2), ("before_ack", 1)])
 def test_the_points_of_a_transfer_are_passed_in_order(wire: Wire, point: str, times: int) -> None:
-    """Before it, between its slices and after the last, and before its acknowledgement."""
+    """Before it, between its slices and after the last, and before it is taken."""
     passed: list[tuple[int, int]] = []
     handoff = wire.offer(7)
     with injected(
-        f"transceiver.{point}", lambda: passed.append((len(wire.generation_plane.read), len(wire.to_context)))
+        f"transceiver.{point}", lambda: passed.append((len(wire.generation_plane.copied), len(wire.to_context)))
     ):
         wire.ask(7, handoff)
     assert passed == [(int(point == "before_ack"), 0)] * times
@@ -720,10 +558,10 @@ def test_a_defect_costs_its_own_loan_only(wire: Wire, capsys: pytest.CaptureFixt
     def defect(*_args: Any, **_options: Any) -> None:
         raise RuntimeError("a defect")
 
-    read_lent = wire.generation_plane.read_lent
-    wire.generation_plane.read_lent = defect
+    read_pages = wire.generation_plane.read
+    wire.generation_plane.read = defect
     wire.ask(7, wire.offer(7))
-    wire.generation_plane.read_lent = read_lent
+    wire.generation_plane.read = read_pages
     ended_usually(wire)
     read_at_once(wire, 8)
 
@@ -733,7 +571,7 @@ def test_a_cancel_before_it_was_opened_reads_nothing(wire: Wire) -> None:
     wire.receiver.answers.on_cancel(wire.ENDPOINT, SimpleNamespace(transfer_id=7, session=0))
     wire.ask(7, handoff)
     assert wire.receiver.poll(0).cancelled == [7]
-    assert not wire.generation_plane.read
+    assert not wire.generation_plane.copied
     wire.pump()
     assert wire.sender.poll(0).cancelled == [7]
 
@@ -743,7 +581,7 @@ def test_an_owner_that_is_over_lends_nothing(wire: Wire) -> None:
     wire.receiver.lives.peer_dead("context", 1, certain=False)
     wire.ask(7, handoff)
     assert wire.receiver.poll(0).failed[0].code == "peer_dead"
-    assert not wire.generation_plane.read
+    assert not wire.generation_plane.copied
 
 
 def test_a_copy_that_was_whole_outlives_its_owner(wire: Wire) -> None:
@@ -774,7 +612,7 @@ def test_an_open_transfer_is_not_read_again(wire: Wire) -> None:
     wire.generation_plane.attached = True
     with pytest.raises(ValueError, match="open already"):
         wire.ask(7, handoff)
-    assert not wire.generation_plane.read
+    assert not wire.generation_plane.copied
     ended_usually(wire)
 
 
@@ -845,8 +683,7 @@ def test_whatever_happens_nothing_is_lost(make_wire: Callable[..., Wire], events
         wire.pump()
         wire.clock.advance(CANCEL_REPEAT_S)
     assert wire.leases["context", 7].released == 1
-    assert wire.context_plane.lent == {}
-    assert not wire.receiver.borrowing.owes
+    assert wire.context_plane.lent == wire.context_plane.receipts == {}
     if asked:
         assert wire.leases["generation", 7].released == 1
 

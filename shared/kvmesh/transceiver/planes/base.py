@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from kvmesh.net.faults import fault_point
 from kvmesh.transceiver.types import PageIds, PeerKey
 
+if TYPE_CHECKING:
+    from kvmesh.transceiver.planes.loans import Loans
+
 __all__ = [
-    "LOAN",
     "DataPlane",
     "MoveControl",
     "MoveJob",
@@ -31,8 +33,6 @@ Side = Literal["owner", "receiver"]
 Sums = NDArray[np.uint64]
 """XXH3-64 of pieces, ``[n]``."""
 
-LOAN: Final = 0
-"""Stands for the number of a receiver's session in the grant of pages that were lent; receivers count from 1."""
 MAX_NOTED_SLICES: Final = 64
 
 
@@ -162,6 +162,10 @@ class DataPlane(Protocol):
     def attaches(self) -> Literal["owner", "receiver", "both"]:
         """Which side calls :meth:`attach` before pages move; of both, the owner first."""
 
+    @property
+    def loans(self) -> Loans | None:
+        """How few pages are read unasked, by a receiver and of an owner; None where they are not."""
+
     def describe(self) -> bytes:
         """What a peer needs to attach, sent in the handshake."""
 
@@ -188,32 +192,6 @@ class DataPlane(Protocol):
 
     def revoke(self, transfer_id: int, session: int) -> None:
         """Owner: the session reads no more. Unknown sessions are ignored."""
-
-    def lend(self, transfer_id: int, nbytes: int) -> bytes:
-        """Owner, pull planes: let whoever presents what this returns read ``nbytes`` of a transfer unasked.
-
-        It is taken back, before anything else may happen to the pages, by :meth:`revoke` of the session :data:`LOAN`.
-
-        Returns:
-            The ``access`` of such a move; empty where a receiver could not read so quickly, or not tell that it was
-            taken back while it read.
-
-        Raises:
-            PlaneError: too much is lent at the moment.
-        """
-
-    def read_lent(self, peer: PeerKey, access: bytes, parts: Sequence[Part], *, summed: bool) -> list[Sums]:
-        """Receiver: copy few pages that :meth:`lend` has given access to; blocks for as long as that takes.
-
-        Returns:
-            By part the checksums of what was written, if they are asked for.
-
-        Raises:
-            PlaneError: the owner has taken them back by the end of it, or they cannot be reached.
-        """
-
-    def stands(self, peer: PeerKey, access: bytes) -> bool:
-        """Receiver: whether the owner has not taken back what :meth:`lend` gave; False for unknown peers."""
 
     def move(self, peer: PeerKey, job: MoveJob) -> int:
         """Move the pages of ``job``; blocks until all are in place. Called by the side that moves.

@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
 import msgspec
 
-from kvmesh.transceiver.planes.base import LOAN, MoveJob, Part, PlaneError, Side, Sums
+from kvmesh.net.doorbell import Doorbell
+from kvmesh.transceiver.planes.base import MoveJob, Part, PlaneError, Side, Sums
 from kvmesh.transceiver.planes.builtin_memfd import MappedPools, MemfdDescriptor, describe_pools
 from kvmesh.transceiver.planes.builtin_tcp import KEY_BYTES, PageClient, PageServer, PoolViews
 from kvmesh.transceiver.planes.grant_words import GrantBoard
+from kvmesh.transceiver.planes.loan_words import LoanBoard
+from kvmesh.transceiver.planes.loans import Loans, Receipt
 from kvmesh.transceiver.types import PeerKey, PoolMemory
 
 __all__ = ["BuiltinPlane", "PlaneChoice"]
@@ -41,6 +44,7 @@ class BuiltinPlane:
         pools: this engine's pools.
         choice: which way to take.
         bind_host: where the TCP page server listens.
+        bell: rung by receivers that have read what was lent; without it nothing is lent.
 
     Raises:
         PlaneError: the choice cannot work with these pools.
@@ -48,18 +52,27 @@ class BuiltinPlane:
 
     name = "BUILTIN"
 
-    def __init__(self, pools: Sequence[PoolMemory], *, choice: PlaneChoice, bind_host: str) -> None:
+    def __init__(
+        self, pools: Sequence[PoolMemory], *, choice: PlaneChoice, bind_host: str, bell: Doorbell | None = None
+    ) -> None:
         if any(pool.device != "cpu" for pool in pools):
             raise PlaneError("the built-in plane moves host memory; use cache_transceiver_config.backend NIXL on CUDA")
         self._pools = tuple(pools)
         self._choice = choice
         self._board = GrantBoard() if choice != "tcp" else None
-        self._memfd = None if self._board is None else describe_pools(pools, self._board)
+        lent = LoanBoard() if choice != "tcp" and bell is not None else None
+        self._memfd = None if self._board is None else describe_pools(pools, self._board, lent, bell)
         if choice == "memfd" and self._memfd is None:
             raise PlaneError("transfer_plane memfd needs pools backed by a memfd; use auto or tcp")
         self._server = PageServer(self._pools, bind_host=bind_host) if choice != "memfd" else None
         self._lock = threading.Lock()
         self._attached: dict[PeerKey, MappedPools | PageClient] = {}
+        self._loans = None if lent is None or self._memfd is None else _SharedLoans(lent, self._attached)
+
+    @property
+    def loans(self) -> Loans | None:
+        """See :attr:`DataPlane.loans`."""
+        return self._loans
 
     @property
     def direction(self) -> Literal["pull", "push"]:
@@ -104,29 +117,8 @@ class BuiltinPlane:
         """See :meth:`DataPlane.revoke`."""
         if self._board is not None:
             self._board.revoke(transfer_id, session)
-        if self._server is not None and session != LOAN:
+        if self._server is not None:
             self._server.revoke(transfer_id, session)
-
-    def lend(self, transfer_id: int, nbytes: int) -> bytes:
-        """See :meth:`DataPlane.lend`."""
-        if self._board is None or self._memfd is None or nbytes > LENT_BYTES:
-            return b""
-        return self._board.grant(transfer_id, LOAN)
-
-    def read_lent(self, peer: PeerKey, access: bytes, parts: Sequence[Part], *, summed: bool) -> list[Sums]:
-        """See :meth:`DataPlane.read_lent`."""
-        known = self._attached.get(peer)
-        if not isinstance(known, MappedPools):
-            raise PlaneError(f"the memory of {peer} is not mapped")
-        return known.read_lent(access, parts, summed=summed)
-
-    def stands(self, peer: PeerKey, access: bytes) -> bool:
-        """See :meth:`DataPlane.stands`."""
-        known = self._attached.get(peer)
-        try:
-            return isinstance(known, MappedPools) and known.grant_stands(access)
-        except PlaneError:
-            return False
 
     def move(self, peer: PeerKey, job: MoveJob) -> int:
         """See :meth:`DataPlane.move`."""
@@ -157,6 +149,8 @@ class BuiltinPlane:
             self._server.close()
         if self._board is not None:
             self._board.close()
+        if self._loans is not None:
+            self._loans.board.close()
 
     def _open(self, descriptor: bytes) -> MappedPools | PageClient:
         try:
@@ -172,3 +166,45 @@ class BuiltinPlane:
         if self._choice == "memfd" or theirs.port == 0:
             raise PlaneError(f"{obstacle}, and TCP is not offered by both sides (transfer_plane)")
         return PageClient(theirs.host, theirs.port, PoolViews(self._pools))
+
+
+class _SharedLoans:
+    """A :class:`Loans` between processes of one host.
+
+    Args:
+        board: what this engine lends.
+        attached: the peers whose loans it can read.
+    """
+
+    def __init__(self, board: LoanBoard, attached: Mapping[PeerKey, MappedPools | PageClient]) -> None:
+        self.board = board
+        self._attached = attached
+
+    def lend(self, transfer_id: int, nbytes: int) -> bytes:
+        """See :meth:`Loans.lend`."""
+        return self.board.lend(transfer_id) if nbytes <= LENT_BYTES else b""
+
+    def taken(self) -> list[tuple[int, Receipt]]:
+        """See :meth:`Loans.taken`."""
+        return self.board.taken()
+
+    def recall(self, transfer_id: int) -> Receipt | None:
+        """See :meth:`Loans.recall`."""
+        return self.board.recall(transfer_id)
+
+    def stands(self, peer: PeerKey, access: bytes) -> bool:
+        """See :meth:`Loans.stands`."""
+        known = self._attached.get(peer)
+        return isinstance(known, MappedPools) and known.stands(access)
+
+    def read(self, peer: PeerKey, parts: Sequence[Part], *, summed: bool) -> list[Sums]:
+        """See :meth:`Loans.read`."""
+        known = self._attached.get(peer)
+        if not isinstance(known, MappedPools):
+            raise PlaneError(f"the memory of {peer} is not mapped")
+        return known.read_lent(parts, summed=summed)
+
+    def take(self, peer: PeerKey, access: bytes, receipt: Receipt) -> bool:
+        """See :meth:`Loans.take`."""
+        known = self._attached.get(peer)
+        return isinstance(known, MappedPools) and known.take(access, receipt)

@@ -10,17 +10,20 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvmesh.kernels import ops
+from kvmesh.net.doorbell import BellRope, BellSign, Doorbell
 from kvmesh.net.faults import fault_point
 from kvmesh.transceiver.liveness import ProcessIdentity
 from kvmesh.transceiver.planes.base import MoveJob, Part, PlaneError, Sums
-from kvmesh.transceiver.planes.grant_words import GRANT_BYTES, GrantBoard, check_grant, grant_stands
+from kvmesh.transceiver.planes.grant_words import GRANT_BYTES, GrantBoard, check_grant
+from kvmesh.transceiver.planes.loan_words import LoanBoard, LoanWords
+from kvmesh.transceiver.planes.loans import Receipt
 from kvmesh.transceiver.planes.pieces import check_remote, piece_slices
 from kvmesh.transceiver.types import PoolMemory
 
@@ -48,22 +51,38 @@ class MemfdDescriptor(msgspec.Struct, frozen=True, array_like=True):
     pools: list[SharedPool]
     grants: SharedPool | None = None
     """The words of :mod:`kvmesh.transceiver.planes.grant_words`; None where nothing is granted."""
+    loans: SharedPool | None = None
+    """Those of :mod:`kvmesh.transceiver.planes.loan_words`; None where nothing is lent."""
+    bell: BellSign | None = None
+    """Tells the owner that a loan was taken."""
 
 
-def describe_pools(pools: Sequence[PoolMemory], board: GrantBoard | None = None) -> MemfdDescriptor | None:
+def describe_pools(
+    pools: Sequence[PoolMemory],
+    grants: GrantBoard | None = None,
+    loans: LoanBoard | None = None,
+    bell: Doorbell | None = None,
+) -> MemfdDescriptor | None:
     """This process's pools for its peers; None when one of them is not backed by a file descriptor.
 
     Args:
         pools: what peers may map.
-        board: the grants of these pools, if readers need any.
+        grants: the grants of these pools, if readers need any.
+        loans: what is lent of these pools.
+        bell: rung by who has taken a loan.
     """
     shared: list[SharedPool] = []
     for pool in pools:
         if pool.fd is None:
             return None
         shared.append(_describe(pool.fd, pool.fd_offset_bytes, pool.num_pages, pool.page_bytes))
-    grants = None if board is None else _describe(board.fd, 0, board.num_pages, board.page_bytes)
-    return MemfdDescriptor(ProcessIdentity.current(), shared, grants)
+    return MemfdDescriptor(
+        ProcessIdentity.current(),
+        shared,
+        grants=None if grants is None else _describe(grants.fd, 0, grants.num_pages, grants.page_bytes),
+        loans=None if loans is None else _describe(loans.fd, 0, loans.num_pages, loans.page_bytes),
+        bell=None if bell is None else bell.sign,
+    )
 
 
 def _describe(fd: int, offset_bytes: int, num_pages: int, page_bytes: int) -> SharedPool:
@@ -72,7 +91,7 @@ def _describe(fd: int, offset_bytes: int, num_pages: int, page_bytes: int) -> Sh
 
 
 class MappedPools:
-    """The read-only mappings of one peer's pools.
+    """The read-only mappings of one peer's pools, and that of what it lends.
 
     Args:
         descriptor: the peer's description of them.
@@ -92,18 +111,21 @@ class MappedPools:
         self._remote = descriptor.pools
         self._maps: list[NDArray[np.uint8]] = [map_pool(descriptor.process.pid, pool) for pool in descriptor.pools]
         self._addresses = [mapping.ctypes.data for mapping in self._maps]
+        self._lender = _lender(descriptor)
 
-    def grant_stands(self, access: bytes) -> bool:
-        """Whether the peer has not taken a grant away.
+    def stands(self, access: bytes) -> bool:
+        """See :meth:`Loans.stands`."""
+        return self._lender is not None and self._lender.words.stands(access)
 
-        Raises:
-            PlaneError: there can be no such grant.
-        """
-        return grant_stands(self._grants, access)
+    def take(self, access: bytes, receipt: Receipt) -> bool:
+        """See :meth:`Loans.take`."""
+        if self._lender is None or not self._lender.words.take(access, receipt):
+            return False
+        self._lender.bell.pull()
+        return True
 
-    def read_lent(self, access: bytes, parts: Sequence[Part], *, summed: bool) -> list[Sums]:
-        """See :meth:`DataPlane.read_lent`."""
-        check_grant(self._grants, access)
+    def read_lent(self, parts: Sequence[Part], *, summed: bool) -> list[Sums]:
+        """See :meth:`Loans.read`."""
         check_remote(parts, self._remote)
         sums: list[Sums] = []
         for part in parts:
@@ -123,7 +145,6 @@ class MappedPools:
             else:
                 ops.copy_pages(*arguments)
         fault_point("transceiver.during_transfer")
-        check_grant(self._grants, access)
         return sums
 
     def pull(self, job: MoveJob) -> int:
@@ -153,6 +174,25 @@ class MappedPools:
         job.control.checkpoint()
         check_grant(self._grants, job.access[-GRANT_BYTES:])
         return job.num_bytes
+
+
+class _Lender(NamedTuple):
+    """What a peer lends, and how it is told."""
+
+    words: LoanWords
+    bell: BellRope
+
+
+def _lender(descriptor: MemfdDescriptor) -> _Lender | None:
+    """None where nothing is lent, or could be told."""
+    if descriptor.loans is None or descriptor.bell is None:
+        return None
+    pid = descriptor.process.pid
+    try:
+        words = map_pool(pid, descriptor.loans, writable=True).data.cast("Q")
+        return _Lender(LoanWords(words), BellRope(pid, descriptor.bell))
+    except (OSError, PlaneError):
+        return None
 
 
 def map_pool(pid: int, pool: SharedPool, *, writable: bool = False) -> NDArray[np.uint8]:

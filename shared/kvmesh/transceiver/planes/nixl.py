@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.borders import isolated
-from kvmesh.transceiver.planes.base import MoveControl, MoveJob, MoveStoppedError, Part, PlaneError, Side, Sums
+from kvmesh.transceiver.planes.base import MoveControl, MoveJob, MoveStoppedError, Part, PlaneError, Side
 from kvmesh.transceiver.planes.nixl_agent import load_nixl, nixl_errors
 from kvmesh.transceiver.planes.pieces import check_remote, piece_slices
 from kvmesh.transceiver.types import PageIds, PeerKey, PoolMemory
@@ -123,6 +123,10 @@ class NixlPlane:
         """The receiver waits to be written to."""
         return "owner"
 
+    @property
+    def loans(self) -> None:
+        """Nothing is read unasked."""
+
     def describe(self) -> bytes:
         """See :meth:`DataPlane.describe`."""
         pools = [_remote(pool) for pool in self._pools]
@@ -163,25 +167,6 @@ class NixlPlane:
 
     def revoke(self, transfer_id: int, session: int) -> None:
         """Nothing was granted."""
-
-    def lend(self, transfer_id: int, nbytes: int) -> bytes:  # noqa: ARG002
-        """Nothing can be read unasked."""
-        return b""
-
-    def read_lent(
-        self,
-        peer: PeerKey,  # noqa: ARG002
-        access: bytes,  # noqa: ARG002
-        parts: Sequence[Part],  # noqa: ARG002
-        *,
-        summed: bool,  # noqa: ARG002
-    ) -> list[Sums]:
-        """Nothing was lent."""
-        raise PlaneError("nothing is lent on this plane")
-
-    def stands(self, peer: PeerKey, access: bytes) -> bool:  # noqa: ARG002
-        """Nothing was lent."""
-        return False
 
     def move(self, peer: PeerKey, job: MoveJob) -> int:
         """See :meth:`DataPlane.move`. A write that has been posted is waited for even when the move is stopped."""

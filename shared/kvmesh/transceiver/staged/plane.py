@@ -15,7 +15,7 @@ from typing import Final, Literal
 import msgspec
 
 from kvmesh.transceiver.channels.base import Channel, Region
-from kvmesh.transceiver.planes.base import MoveJob, Part, PlaneError, Side, Sums
+from kvmesh.transceiver.planes.base import MoveJob, Part, PlaneError, Side
 from kvmesh.transceiver.staged.admission import AdmissionGate
 from kvmesh.transceiver.staged.attachments import Attachments
 from kvmesh.transceiver.staged.client import PieceClient
@@ -114,6 +114,10 @@ class StagedPlane:
             stall_s=min(times.timeout_s, MAX_STALL_S),
         )
 
+    @property
+    def loans(self) -> None:
+        """Nothing is read unasked."""
+
     def describe(self) -> bytes:
         """See :meth:`DataPlane.describe`."""
         return msgspec.msgpack.encode(_Descriptor(*self._server.address, self._channel.describe()))
@@ -148,25 +152,6 @@ class StagedPlane:
     def revoke(self, transfer_id: int, session: int) -> None:
         """See :meth:`DataPlane.revoke`."""
         self._server.revoke(transfer_id, session)
-
-    def lend(self, transfer_id: int, nbytes: int) -> bytes:  # noqa: ARG002
-        """Nothing can be read unasked."""
-        return b""
-
-    def read_lent(
-        self,
-        peer: PeerKey,  # noqa: ARG002
-        access: bytes,  # noqa: ARG002
-        parts: Sequence[Part],  # noqa: ARG002
-        *,
-        summed: bool,  # noqa: ARG002
-    ) -> list[Sums]:
-        """Nothing was lent."""
-        raise PlaneError("nothing is lent on this plane")
-
-    def stands(self, peer: PeerKey, access: bytes) -> bool:  # noqa: ARG002
-        """Nothing was lent."""
-        return False
 
     def move(self, peer: PeerKey, job: MoveJob) -> int:
         """See :meth:`DataPlane.move`."""

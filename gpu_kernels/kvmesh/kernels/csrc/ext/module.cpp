@@ -10,6 +10,7 @@ extern "C" PyMethodDef kvmesh_hashing_methods[];
 extern "C" PyMethodDef kvmesh_json_methods[];
 extern "C" PyMethodDef kvmesh_msgpack_methods[];
 extern "C" PyMethodDef kvmesh_page_ids_methods[];
+extern "C" PyMethodDef kvmesh_shared_word_methods[];
 extern "C" PyMethodDef kvmesh_tree_methods[];
 extern "C" int kvmesh_calls_init(PyObject* module);
 extern "C" int kvmesh_event_records_init(PyObject* module);
@@ -19,8 +20,9 @@ extern "C" int kvmesh_prefix_index_init(PyObject* module);
 
 namespace {
 
-PyMethodDef* const kTables[] = {kvmesh_event_methods,   kvmesh_hashing_methods,  kvmesh_json_methods,
-                                kvmesh_msgpack_methods, kvmesh_page_ids_methods, kvmesh_tree_methods};
+PyMethodDef* const kTables[] = {kvmesh_event_methods,   kvmesh_hashing_methods,     kvmesh_json_methods,
+                                kvmesh_msgpack_methods, kvmesh_page_ids_methods,    kvmesh_shared_word_methods,
+                                kvmesh_tree_methods};
 int (*const kInitializers[])(PyObject*) = {kvmesh_calls_init, kvmesh_event_records_init, kvmesh_key_index_init,
                                           kvmesh_page_states_init, kvmesh_prefix_index_init};
 
