@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import importlib
 import json
+import mmap
 import multiprocessing
 import os
 import socket
@@ -32,11 +33,19 @@ SOCKET_BUFFER_BYTES = 4 << 20
 
 
 class Pool:
-    """A pool of twice the pages that move, and which of them do."""
+    """A pool of twice the pages that move, and which of them do.
+
+    Its memory is of the kind that a server's pools are: shared, and so in pages of 4 KiB where the system gives shared
+    memory no huge ones.
+    """
 
     def __init__(self, pages: int, page_bytes: int, seed: int) -> None:
         self.moving, self.page_bytes = pages, page_bytes
-        self.memory = np.random.default_rng(seed).integers(0, 256, 2 * pages * page_bytes, dtype=np.uint8)
+        nbytes = 2 * pages * page_bytes
+        fd = os.memfd_create("pool")
+        os.ftruncate(fd, nbytes)
+        self.memory = np.frombuffer(mmap.mmap(fd, nbytes), dtype=np.uint8)
+        self.memory[:] = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
         self.address = self.memory.ctypes.data
         self._order = np.random.default_rng(seed)
 
