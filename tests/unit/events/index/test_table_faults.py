@@ -106,7 +106,13 @@ int main() {
       const bool growing = step / 5000 % 2 == 0;
       if (!there[number] && (growing || drawn() % 4 == 0)) {
         if (!table.has_room(1)) table.resize(table.grown_for(table.count() + 1));
-        table.insert(tag(number), number);
+        bool plain = false;
+        if (step % 2 == 0) {
+          Table::Filling filling(table);
+          plain = filling.find(tag(number));
+          if (plain) filling.put(tag(number), number);
+        }
+        if (!plain) table.insert(tag(number), number);
         there[number] = true;
         ++count;
       } else if (there[number] && (!growing || drawn() % 4 == 0)) {

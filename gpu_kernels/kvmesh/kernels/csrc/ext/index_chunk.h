@@ -1,5 +1,5 @@
-// A part of a run that a source stores, and what is looked for in the tables for its blocks. What will be read is fetched
-// in loops so short that many fetches overlap.
+// A part of a run that a source stores, and what is looked for in the tables for its blocks. What will be read is
+// fetched in loops so short that many fetches overlap.
 #pragma once
 
 #include "index_core.h"

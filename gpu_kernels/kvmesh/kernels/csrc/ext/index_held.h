@@ -47,8 +47,6 @@ class Held {
   uint32_t find_tagged(uint32_t tag, uint64_t hash, Table::Place* free) const {
     return table_.find(tag, Equals{*this, hash}, free);
   }
-  // Whether the hash is certainly not there, as is mostly clear at once; then as above.
-  bool place_for_new(uint32_t tag, Table::Place* free) const { return table_.place_for_new(tag, free); }
   uint32_t tag(uint64_t hash) const { return tag_of((hash & mask_) ^ id_); }
   void prefetch_slot(uint32_t tag) const { table_.prefetch(tag); }
   void prefetch_slots(const uint32_t* tags, size_t count) const {
@@ -88,6 +86,33 @@ class Held {
     table_.insert_at(free, tag, end_);
     put(hash, node);
   }
+  // Appends one after the other, for which there must be room, while it is plain that they are not there; see
+  // Table::Filling.
+  class Appending {
+   public:
+    explicit Appending(Held& held)
+        : filling(held.table_), held_(held), hashes_(held.hashes_.data()), nodes_(held.nodes_.data()), end_(held.end_) {}
+    ~Appending() {
+      held_.count_ += end_ - held_.end_;
+      held_.end_ = end_;
+    }
+
+    // Where `filling` has found a place.
+    void append(uint32_t tag, uint64_t hash, uint32_t node) {
+      filling.put(tag, end_);
+      hashes_[end_] = hash;
+      nodes_[end_++] = node;
+    }
+
+    Table::Filling filling;
+
+   private:
+    Held& held_;
+    uint64_t* hashes_;
+    uint32_t* nodes_;
+    uint32_t end_;
+  };
+
   // The other positions stay as they are.
   void erase(uint32_t at) {
     erase_tagged(tag(hashes_[at]), at);

@@ -54,6 +54,11 @@ void Core::hold_chunk(Source& source, uint32_t tree, uint32_t* parent, const Run
     if (below_new && step.plain && step.from == States::kNobody && above == step.above) {
       i += hold_new(held, tree, parent, chunk, i, &plain);
       if (i == count) break;
+    } else if (last != kNone && step.plain && above == step.above && above == step.after) {
+      const size_t known = hold_known(source, held, tree, last, chunk, i, &plain);
+      if (known > 0) *parent = last += static_cast<uint32_t>(known);
+      i += known;
+      if (i == count) break;
     }
     Table::Place node_free{}, held_free{};
     // A chain mostly lies in the order in which it came.
@@ -80,9 +85,7 @@ void Core::hold_chunk(Source& source, uint32_t tree, uint32_t* parent, const Run
       last = node;
     }
     const uint64_t hash = chunk.hashes[i];
-    const uint32_t at = held.place_for_new(chunk.held_tags[i], &held_free)
-                            ? kNone
-                            : held.find_tagged(chunk.held_tags[i], hash, &held_free);
+    const uint32_t at = held.find_tagged(chunk.held_tags[i], hash, &held_free);
     const Node& there = nodes[node];
     if (at == kNone && step.plain && there.state == step.from && above == step.above &&
         (there.first_child == kNone || !step.changes_ready || source.unready == 0)) {
@@ -130,31 +133,48 @@ void Core::hold_chunk(Source& source, uint32_t tree, uint32_t* parent, const Run
   counters.duplicates += duplicates;
 }
 
-// Blocks from `begin` on, below a node that is new: so these are mostly new, too. Up to one whose hash the source has
-// given to other tokens, or whose node is there: who chooses the tokens can choose keys that come again. How many.
+// Blocks from `begin` on, below a node that is new: so these are mostly new, too. Up to one whose hash the source may
+// have given to other tokens, or whose node may be there: who chooses the tokens can choose keys that come again. How many.
 size_t Core::hold_new(Held& held, uint32_t tree, uint32_t* parent, const Chunk& chunk, size_t begin, Plain* plain) {
+  Nodes::Adding adding(nodes, tree, plain->step.to);
+  Held::Appending appending(held);
+  const size_t last = chunk.count - 1;
+  uint64_t sum = 0;
+  uint32_t node = *parent;
   size_t i = begin;
-  for (; i < chunk.count; ++i) {
+  for (; i <= last; ++i) {
+    adding.filling.prefetch_spill(chunk.node_tags[std::min(i + kAhead, last)]);
+    const uint32_t node_tag = chunk.node_tags[i], held_tag = chunk.held_tags[i];
+    if (!(adding.filling.find(node_tag) & appending.filling.find(held_tag))) break;
+    node = adding.add(node_tag, chunk.keys[i], node);
     const uint64_t hash = chunk.hashes[i];
-    nodes.prefetch_spill_tagged(chunk.node_tags[std::min(i + kAhead, chunk.count - 1)]);
-    Table::Place node_free, free;
-    const bool plainly_new = nodes.place_for_new(chunk.node_tags[i], &node_free) &
-                             held.place_for_new(chunk.held_tags[i], &free);
-    if (!plainly_new && (nodes.find_tagged(chunk.node_tags[i], tree, chunk.keys[i], &node_free) != kNone ||
-                         held.find_tagged(chunk.held_tags[i], hash, &free) != kNone))
-      break;
-    const uint32_t node =
-        nodes.add_only_child(node_free, chunk.node_tags[i], tree, chunk.keys[i], *parent, plain->step.to);
-    try {
-      held.append_at(free, chunk.held_tags[i], hash, node);
-    } catch (...) {
-      nodes[node].state = States::kNobody;
-      nodes.prune(node);
-      throw;
-    }
-    plain->add(hash);
-    *parent = node;
+    appending.append(held_tag, hash, node);
+    sum += mixed(hash);
   }
+  *parent = node;
+  plain->add(i - begin, sum);
+  return i - begin;
+}
+
+// Blocks from `begin` on whose nodes are there and follow `last`, as those of a chain that came at once do, with what
+// the step changes. How many.
+size_t Core::hold_known(Source& source, Held& held, uint32_t tree, uint32_t last, const Chunk& chunk, size_t begin,
+                        Plain* plain) {
+  Held::Appending appending(held);
+  const Step step = plain->step;
+  const bool any_child = !step.changes_ready || source.unready == 0;
+  uint64_t sum = 0;
+  size_t i = begin;
+  for (; i < chunk.count && nodes.is(last + 1, tree, chunk.keys[i]); ++i) {
+    Node& node = nodes[last + 1];
+    const uint32_t tag = chunk.held_tags[i];
+    if (node.state != step.from || !(any_child || node.first_child == kNone) || !appending.filling.find(tag)) break;
+    node.state = step.to;
+    const uint64_t hash = chunk.hashes[i];
+    appending.append(tag, hash, ++last);
+    sum += mixed(hash);
+  }
+  plain->add(i - begin, sum);
   return i - begin;
 }
 

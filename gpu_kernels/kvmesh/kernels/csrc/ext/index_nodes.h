@@ -112,8 +112,6 @@ class Nodes {
   uint32_t find_tagged(uint32_t tag, uint32_t tree, uint64_t key, Table::Place* free) const {
     return table_.find(tag, Equals{*this, tree, key}, free);
   }
-  // Whether it certainly is not there, as is mostly clear at once; then as above.
-  bool place_for_new(uint32_t tag, Table::Place* free) const { return table_.place_for_new(tag, free); }
   uint32_t tag(uint32_t node) const { return tag(nodes_[node].tree(), nodes_[node].key); }
   static uint32_t tag(uint32_t tree, uint64_t key) { return tag_of(key ^ (tree + 1) * 0xD6E8FEB86659FD93u); }
   void prefetch_slot_tagged(uint32_t tag) const { table_.prefetch(tag); }
@@ -141,20 +139,42 @@ class Nodes {
   }
   // A new one, where find_tagged has found none: a key is in the table once, as snapshots and look-ups rely on.
   uint32_t add_at(Table::Place free, uint32_t tag, uint32_t tree, uint64_t key, uint32_t parent);
-  // The same as the only child of one that has none, with a state whose use is for the caller to count.
-  uint32_t add_only_child(Table::Place free, uint32_t tag, uint32_t tree, uint64_t key, uint32_t parent, uint32_t state) {
-    const uint32_t node = first_free_ == kNone ? end_ : first_free_;
-    table_.insert_at(free, tag, node);
-    if (first_free_ == kNone) {
-      ++end_;
-    } else {
-      first_free_ = nodes_[node].next;
+  // Adds nodes one after the other, for which there must be room, while it is plain that they are not there; see
+  // Table::Filling. Each is the only child of one that has none, with a state whose use is for the caller to count.
+  class Adding {
+   public:
+    Adding(Nodes& nodes, uint32_t tree, uint32_t state)
+        : filling(nodes.table_), nodes_(nodes), data_(nodes.nodes_.data()), end_(nodes.end_), free_(nodes.first_free_),
+          tree_(tree), state_(state) {}
+    ~Adding() {
+      nodes_.end_ = end_;
+      nodes_.first_free_ = free_;
+      nodes_.trees_[tree_].uses += count_;
     }
-    nodes_[node] = {key, parent, kNone, kNone, kNone, state, tree};
-    nodes_[parent].first_child = node;
-    ++trees_[tree].uses;
-    return node;
-  }
+
+    // Where `filling` has found a place.
+    uint32_t add(uint32_t tag, uint64_t key, uint32_t parent) {
+      uint32_t node = free_;
+      if (node == kNone) {
+        node = end_++;
+      } else {
+        free_ = data_[node].next;
+      }
+      filling.put(tag, node);
+      data_[node] = {key, parent, kNone, kNone, kNone, state_, tree_};
+      data_[parent].first_child = node;
+      ++count_;
+      return node;
+    }
+
+    Table::Filling filling;
+
+   private:
+    Nodes& nodes_;
+    Node* data_;
+    uint32_t end_, free_, tree_, state_;
+    uint32_t count_ = 0;
+  };
   // Takes out a node that nobody holds and that has nothing below it, and its ancestors likewise.
   void prune(uint32_t node);
   // Such a node alone, whose tag the caller has; its parent.

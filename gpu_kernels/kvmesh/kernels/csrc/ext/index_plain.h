@@ -15,10 +15,12 @@ struct Core::Plain {
   uint64_t num_blocks = 0, sum = 0;
 
   ~Plain() { settle(); }
-  void add(uint64_t hash) {
-    ++uncounted;
-    ++num_blocks;
-    sum += mixed(hash);
+  void add(uint64_t hash) { add(1, mixed(hash)); }
+  // Several, whose mixed hashes have this sum.
+  void add(size_t count, uint64_t mixed_sum) {
+    uncounted += static_cast<uint32_t>(count);
+    num_blocks += count;
+    sum += mixed_sum;
   }
   // Before the step, or a state's number of users, is looked at.
   void settle() {

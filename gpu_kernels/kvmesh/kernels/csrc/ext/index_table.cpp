@@ -8,9 +8,9 @@ namespace kvmesh::index {
 void Table::missing() { throw std::logic_error("the index has lost an entry of a table"); }
 
 // For an entry that goes in behind its home.
-void Table::pass(Place free, uint32_t tag) {
+void Table::pass(Place free) {
   if (free.line + 1 == end_ && free.slot + 1 == kWidth) extend(end_ + kSpill);  // the last line is never full
-  for (size_t at = home(tag); at < free.line; ++at) passed_[at] += passed_[at] != kManyPassed;
+  for (size_t at = free.line - free.passes; at < free.line; ++at) passed_[at] += passed_[at] != kManyPassed;
 }
 
 void Table::extend(size_t end) {
@@ -125,7 +125,7 @@ void Table::spread(size_t begin, size_t end, std::vector<Line>& moving, std::vec
       while (at < cleared && used[at] == kWidth) ++at;
       --count_;
       if (at < cleared) {
-        insert_at({first + at, used[at]++, false}, tag, number);
+        insert_at({first + at, used[at]++, static_cast<uint32_t>(at - wanted)}, tag, number);
       } else {
         insert(tag, number);
       }

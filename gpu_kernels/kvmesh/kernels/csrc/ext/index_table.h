@@ -33,6 +33,59 @@ inline uint32_t tag_of(uint64_t key, uint64_t secret) {
 inline uint32_t tag_of(uint64_t key) { return tag_of(key, secret_multiplier()); }
 
 class Table {
+  static constexpr uint32_t kWidth = 8;
+  static constexpr size_t kSpill = 8;
+  static constexpr uint8_t kManyPassed = UINT8_MAX;
+
+  // Entries without gaps, then numbers kNone.
+  struct alignas(kLineBytes) Line {
+    uint32_t tags[kWidth];
+    uint32_t numbers[kWidth];
+
+    bool full() const { return numbers[kWidth - 1] != kNone; }
+    // The slots with this tag, as bits; those without an entry may be among them.
+    uint32_t same(uint32_t tag) const { return equal(tags, tag); }
+    // Whether a slot of either line has this tag, or, with as little chance as two tags are the same, had it.
+    static bool have(const Line& one, const Line& other, uint32_t tag) {
+#ifdef __SSE2__
+      const __m128i wanted = _mm_set1_epi32(static_cast<int>(tag));
+      const auto equal = [&](const uint32_t* four) {
+        return _mm_cmpeq_epi32(wanted, _mm_load_si128(reinterpret_cast<const __m128i*>(four)));
+      };
+      const __m128i in_one = _mm_or_si128(equal(one.tags), equal(one.tags + 4));
+      return _mm_movemask_epi8(_mm_or_si128(in_one, _mm_or_si128(equal(other.tags), equal(other.tags + 4)))) != 0;
+#else
+      return (one.same(tag) | other.same(tag)) != 0;
+#endif
+    }
+    uint32_t used() const { return static_cast<uint32_t>(__builtin_ctz(equal(numbers, kNone) | 1u << kWidth)); }
+    void put(uint32_t slot, uint32_t tag, uint32_t number) {
+      tags[slot] = tag;
+      numbers[slot] = number;
+    }
+    void remove(uint32_t slot) {
+      const uint32_t last = used() - 1;
+      put(slot, tags[last], numbers[last]);
+      put(last, ~tags[last], kNone);
+    }
+
+   private:
+    static uint32_t equal(const uint32_t* values, uint32_t value) {
+#ifdef __SSE2__
+      const __m128i wanted = _mm_set1_epi32(static_cast<int>(value));
+      const auto* halves = reinterpret_cast<const __m128i*>(values);
+      const __m128i low = _mm_cmpeq_epi32(wanted, _mm_load_si128(halves));
+      const __m128i high = _mm_cmpeq_epi32(wanted, _mm_load_si128(halves + 1));
+      const __m128i words = _mm_packs_epi32(low, high);
+      return static_cast<uint32_t>(_mm_movemask_epi8(_mm_packs_epi16(words, _mm_setzero_si128())));
+#else
+      uint32_t bits = 0;
+      for (uint32_t slot = 0; slot < kWidth; ++slot) bits |= static_cast<uint32_t>(values[slot] == value) << slot;
+      return bits;
+#endif
+    }
+  };
+
  public:
   explicit Table(size_t* account) : lines_(account), passed_(account) {}
 
@@ -67,11 +120,11 @@ class Table {
     return same == 0 ? kNone : line.numbers[__builtin_ctz(same)];
   }
 
-  // Where an entry is, or may be inserted.
+  // Where an entry is, or may be inserted, and how many lines before it its home is.
   struct Place {
     size_t line;
     uint32_t slot;
-    bool home;  // whether that is its home
+    uint32_t passes;
   };
 
   // The number with this tag for which `equal` holds, or kNone.
@@ -88,30 +141,64 @@ class Table {
   }
   // Where an entry whose key is not there can be inserted.
   Place place_for(uint32_t tag) const {
-    size_t at = home(tag);
-    uint32_t slot = lines_[at].used();
-    if (__builtin_expect(slot < kWidth, true)) return {at, slot, true};
-    do slot = lines_[++at].used();
-    while (slot == kWidth);
-    return {at, slot, false};
-  }
-
-  // Where an entry can be inserted, if it certainly is not there: its home has room, and nothing that could be it is
-  // there or has passed. That is most often so, and one answer to all of it is guessed better than one to each.
-  bool place_for_new(uint32_t tag, Place* free) const {
-    const size_t at = home(tag);
-    const Line& line = lines_[at];
-    *free = {at, line.used(), true};
-    return (line.same(tag) | passed_[at] | free->slot / kWidth) == 0;
+    const size_t first = home(tag);
+    size_t at = first;
+    while (lines_[at].full()) ++at;
+    return {at, lines_[at].used(), static_cast<uint32_t>(at - first)};
   }
 
   // There must be room. Throws bad_alloc only where entries crowd at the very end; then nothing has changed.
   void insert(uint32_t tag, uint32_t number) { insert_at(place_for(tag), tag, number); }
   void insert_at(Place free, uint32_t tag, uint32_t number) {
-    if (__builtin_expect(!free.home, false)) pass(free, tag);
+    if (__builtin_expect(free.passes > 0, false)) pass(free);
     lines_[free.line].put(free.slot, tag, number);
     ++count_;
   }
+
+  // Inserts entries one after the other, for which there must be room, while it is plain that they are not there. It
+  // keeps what it changes to itself, so that the compiler need not fear others; until it is gone, the table is its own.
+  class Filling {
+   public:
+    explicit Filling(Table& table)
+        : table_(table), lines_(table.lines_.data()), passed_(table.passed_.data()), homes_(table.homes_) {}
+    Filling(const Filling&) = delete;
+    Filling& operator=(const Filling&) = delete;
+    ~Filling() { table_.count_ += count_; }
+
+    // As Table::prefetch_spill.
+    void prefetch_spill(uint32_t tag) const {
+      const Line* line = lines_ + (static_cast<uint64_t>(tag) * homes_ >> 32);
+      __builtin_prefetch(line + line->full());
+    }
+    // Finds the place of the next entry: in its home or, where that is full, in the next line. False where it is not
+    // plain that it is not there and can go there. There is no branch on the way: it would often be guessed wrongly.
+    bool find(uint32_t tag) {
+      const size_t home = static_cast<uint64_t>(tag) * homes_ >> 32;
+      const Line* const first = lines_ + home;
+      passes_ = first->full();
+      passed_home_ = passed_ + home;
+      line_ = lines_ + home + passes_;
+      slot_ = line_->used();
+      return (Line::have(*first, *line_, tag) | passed_home_[passes_] | slot_ / kWidth |
+              (*passed_home_ == kManyPassed)) == 0;
+    }
+    // Inserts it there.
+    void put(uint32_t tag, uint32_t number) {
+      line_->put(slot_, tag, number);
+      *passed_home_ = static_cast<uint8_t>(*passed_home_ + passes_);
+      ++count_;
+    }
+
+   private:
+    Table& table_;
+    Line* lines_;
+    uint8_t* passed_;
+    uint64_t homes_;
+    size_t count_ = 0;
+    Line* line_ = nullptr;
+    uint8_t* passed_home_ = nullptr;
+    size_t slot_ = 0, passes_ = 0;
+  };
 
   // The entry must be there.
   void renumber(uint32_t tag, uint32_t number, uint32_t now) {
@@ -122,8 +209,7 @@ class Table {
   // The entry must be there.
   void erase(uint32_t tag, uint32_t number) {
     const Place place = place_of(tag, number);
-    if (__builtin_expect(!place.home, false))
-      for (size_t at = home(tag); at < place.line; ++at) passed_[at] -= passed_[at] != kManyPassed;
+    for (size_t at = place.line - place.passes; at < place.line; ++at) passed_[at] -= passed_[at] != kManyPassed;
     lines_[place.line].remove(place.slot);
     --count_;
   }
@@ -150,45 +236,6 @@ class Table {
   }
 
  private:
-  static constexpr uint32_t kWidth = 8;
-  static constexpr size_t kSpill = 8;
-
-  // Entries without gaps, then numbers kNone.
-  struct Line {
-    uint32_t tags[kWidth];
-    uint32_t numbers[kWidth];
-
-    bool full() const { return numbers[kWidth - 1] != kNone; }
-    // The slots with this tag, as bits; those without an entry may be among them.
-    uint32_t same(uint32_t tag) const { return equal(tags, tag); }
-    uint32_t used() const { return static_cast<uint32_t>(__builtin_ctz(equal(numbers, kNone) | 1u << kWidth)); }
-    void put(uint32_t slot, uint32_t tag, uint32_t number) {
-      tags[slot] = tag;
-      numbers[slot] = number;
-    }
-    void remove(uint32_t slot) {
-      const uint32_t last = used() - 1;
-      put(slot, tags[last], numbers[last]);
-      numbers[last] = kNone;
-    }
-
-   private:
-    static uint32_t equal(const uint32_t* values, uint32_t value) {
-#ifdef __SSE2__
-      const __m128i wanted = _mm_set1_epi32(static_cast<int>(value));
-      const auto* halves = reinterpret_cast<const __m128i*>(values);
-      const __m128i low = _mm_cmpeq_epi32(_mm_loadu_si128(halves), wanted);
-      const __m128i high = _mm_cmpeq_epi32(_mm_loadu_si128(halves + 1), wanted);
-      const __m128i words = _mm_packs_epi32(low, high);
-      return static_cast<uint32_t>(_mm_movemask_epi8(_mm_packs_epi16(words, _mm_setzero_si128())));
-#else
-      uint32_t bits = 0;
-      for (uint32_t slot = 0; slot < kWidth; ++slot) bits |= static_cast<uint32_t>(values[slot] == value) << slot;
-      return bits;
-#endif
-    }
-  };
-
   // Three quarters of the homes' slots are used at most.
   static constexpr size_t kUsed = kWidth * 3 / 4;
   static size_t homes_for(size_t count) { return (count + kUsed - 1) / kUsed; }
@@ -211,13 +258,13 @@ class Table {
     for (size_t at = first;; ++at) {
       for (uint32_t same = lines_[at].same(tag); same != 0; same &= same - 1) {
         const auto slot = static_cast<uint32_t>(__builtin_ctz(same));
-        if (lines_[at].numbers[slot] == number) return {at, slot, at == first};
+        if (lines_[at].numbers[slot] == number) return {at, slot, static_cast<uint32_t>(at - first)};
       }
       if (passed_[at] == 0) missing();
     }
   }
   [[noreturn]] static void missing();
-  void pass(Place free, uint32_t tag);
+  void pass(Place free);
   void extend(size_t end);
   void replace(size_t homes);
   void double_homes();
@@ -229,7 +276,6 @@ class Table {
   // Of each line, how many entries lie behind it whose homes do not; kManyPassed stays until the table has another size.
   // They are apart from the lines, so that the processor's nearer caches have them all.
   Array<uint8_t> passed_;
-  static constexpr uint8_t kManyPassed = UINT8_MAX;
   size_t homes_ = 0;
   size_t end_ = 0;  // lines in use, of which the last is not full
   size_t count_ = 0;

@@ -5,6 +5,7 @@ namespace kvmesh::index {
 namespace {
 
 constexpr Py_ssize_t kWordBytes = sizeof(uint64_t);
+constexpr size_t kFetchedBytes = 1024;  // of an array, before it is read
 
 struct SourceWriter {
   PyObject_HEAD
@@ -41,6 +42,10 @@ class Hashes {
       PyErr_Format(PyExc_ValueError, "%s must be an aligned array of one dimension", what);
       return false;
     }
+    // They have not been looked at, and will be, one array after the other: the next one is fetched meanwhile.
+    const char* bytes = static_cast<const char*>(view_.buf);
+    const size_t fetched = std::min(static_cast<size_t>(view_.len), kFetchedBytes);
+    for (size_t at = 0; at < fetched; at += kLineBytes) __builtin_prefetch(bytes + at);
     return true;
   }
   const uint64_t* data() const { return static_cast<const uint64_t*>(view_.buf); }
