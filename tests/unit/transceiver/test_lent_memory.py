@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -203,6 +205,25 @@ def test_a_closed_owner_has_taken_everything_back(ends: tuple[End, End]) -> None
     assert read(receiver, access) is None
     with pytest.raises(PlaneError, match="are lent"):
         owner.loans.lend(8, PAGE)
+
+
+def test_a_closed_receiver_has_let_go_of_everything(ends: tuple[End, End]) -> None:
+    owner, receiver = ends
+    access = owner.loans.lend(7, PAGE)
+    loans, before = receiver.loans, descriptors("kvmesh-loans")
+    receiver.plane.close()
+    assert not loans.stands(OWNER, access)
+    # Its own board's, with its mapping's, and that of the mapping of the owner's.
+    assert descriptors("kvmesh-loans") == before - 3
+
+
+def descriptors(name: str) -> int:
+    """How many of this process are of memory with this name."""
+    count = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # The listing's own.
+            count += name in str(descriptor.readlink())
+    return count
 
 
 def test_an_owner_that_cannot_be_told_is_asked(ends: tuple[End, End]) -> None:

@@ -141,7 +141,8 @@ class BuiltinPlane:
     def close(self) -> None:
         """See :meth:`DataPlane.close`."""
         with self._lock:
-            attached, self._attached = list(self._attached.values()), {}
+            attached = list(self._attached.values())
+            self._attached.clear()
         for known in attached:
             if isinstance(known, PageClient):
                 known.close()
