@@ -9,6 +9,7 @@ something for it. A connection to a peer that we ask is made, and made again whe
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import select
@@ -25,7 +26,9 @@ from kvmesh.protocol.transfer import ControlMessage, ResultAck
 from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.borders import isolated
 from kvmesh.transceiver.connection import Connection, FrameError, tune
+from kvmesh.transceiver.introductions import Introductions
 from kvmesh.transceiver.planes.sockets import SHORTAGE_ERRORS, SHORTAGE_WAIT_S
+from kvmesh.transceiver.process_watch import ProcessWatch
 from kvmesh.transceiver.types import PeerKey
 
 __all__ = ["Control", "ControlHandler", "Route"]
@@ -34,12 +37,8 @@ MAX_QUEUED_ACTIONS: Final = 10_000
 MAX_MESSAGE_BYTES: Final = 64 << 20
 """A request for a million pages fits well; bounds what a peer can make us allocate."""
 MAX_CONNECTIONS: Final = 4096
-MAX_STRANGERS: Final = 256
-"""Connections whose introduction was not accepted yet; the oldest goes when there are more."""
 MAX_STRANGER_BYTES: Final = 1 << 20
 """Of a stranger's message: an introduction has a page layout and descriptions of memory."""
-STRANGER_TIMEOUT_S: Final = 10.0
-"""For an introduction to come."""
 GREETING: Final = b"KVC1"
 """Begins the first message of a connection; the name of the peer that asks follows."""
 MAX_GREETING_BYTES: Final = 300
@@ -89,13 +88,10 @@ class Control:
         self._acknowledgements: deque[tuple[Route, ResultAck]] = deque()
         self._asking: dict[bytes, Connection] = {}
         self._asked: dict[str, _Asked] = {}
-        self._watched: dict[int, PeerKey] = {}
+        self._processes = ProcessWatch()
         self._sources: dict[int, Callable[[int], None]] = {}
         self._accepted: set[_Asking] = set()
-        self._strangers: dict[_Asking, float] = {}
-        """Since when, oldest first."""
-        self._admitted: dict[bytes, None] = {}
-        """Identities, which are secrets of their peers; the oldest are forgotten."""
+        self._introductions: Introductions[_Asking] = Introductions()
         self._listens_again_s: float | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ControlMessage)
@@ -171,10 +167,8 @@ class Control:
         with self._lock:
             asking = self._asking.get(route)
         if isinstance(asking, _Asking):
-            self._strangers.pop(asking, None)
-        self._admitted[route] = None
-        if len(self._admitted) > MAX_CONNECTIONS:
-            del self._admitted[next(iter(self._admitted))]
+            self._introductions.discard(asking)
+        self._introductions.admit(route)
 
     def watch(self, pidfd: int, peer: PeerKey) -> None:
         """Report the end of a peer's process once; takes the descriptor over."""
@@ -265,8 +259,8 @@ class Control:
                 self._poller.modify(self._listener, 0)
                 self._listens_again_s = time.monotonic() + SHORTAGE_WAIT_S
             return
-        if len(self._strangers) >= MAX_STRANGERS:
-            self._forget(next(iter(self._strangers)))
+        if (oldest := self._introductions.crowded_out()) is not None:
+            self._forget(oldest)
         if len(self._accepted) >= MAX_CONNECTIONS:
             accepted.close()
             return
@@ -274,32 +268,25 @@ class Control:
         asking = _Asking(self._poller)
         asking.source = asking.open(accepted)
         self._accepted.add(asking)
-        self._strangers[asking] = time.monotonic()
+        self._introductions.add(asking, time.monotonic())
         self._sources[asking.source] = lambda events: self._serve(asking, events)
 
     def _tidy_up(self) -> float | None:
         """Hang up on strangers who say nothing, and listen again after a shortage; in how many seconds that is due."""
-        due_s: list[float] = []
         now_s = time.monotonic()
-        while self._strangers:
-            oldest, since_s = next(iter(self._strangers.items()))
-            if now_s < since_s + STRANGER_TIMEOUT_S:
-                due_s.append(since_s + STRANGER_TIMEOUT_S)
-                break
-            self._drop("a connection is closed: nobody has introduced himself", oldest.route)
-            self._forget(oldest)
-        if self._listens_again_s is not None:
-            if now_s < self._listens_again_s:
-                due_s.append(self._listens_again_s)
-            else:
-                self._listens_again_s = None
-                self._poller.modify(self._listener, select.EPOLLIN)
-        return min(due_s) - now_s if due_s else None
+        for asking in self._introductions.overdue(now_s):
+            self._drop("a connection is closed: nobody has introduced himself", asking.route)
+            self._forget(asking)
+        if self._listens_again_s is not None and now_s >= self._listens_again_s:
+            self._listens_again_s = None
+            self._poller.modify(self._listener, select.EPOLLIN)
+        due_s = min(self._introductions.due_s, self._listens_again_s or math.inf)
+        return None if math.isinf(due_s) else due_s - now_s
 
     def _longest(self, asking: _Asking) -> int:
         if not asking.route:
             return MAX_GREETING_BYTES
-        return MAX_STRANGER_BYTES if asking in self._strangers else MAX_MESSAGE_BYTES
+        return MAX_STRANGER_BYTES if self._introductions.is_stranger(asking) else MAX_MESSAGE_BYTES
 
     def _serve(self, asking: _Asking, events: int) -> None:
         if not self._progress(asking, events):
@@ -318,7 +305,7 @@ class Control:
     def _forget(self, asking: _Asking) -> None:
         del self._sources[asking.source]
         self._accepted.remove(asking)
-        self._strangers.pop(asking, None)
+        self._introductions.discard(asking)
         with self._lock:
             if self._asking.get(asking.route) is asking:
                 del self._asking[asking.route]
@@ -328,8 +315,8 @@ class Control:
         if not greeting.startswith(GREETING) or len(greeting) == len(GREETING):
             raise FrameError("the peer does not introduce itself")
         asking.route = greeting[len(GREETING) :]
-        if asking.route in self._admitted:
-            del self._strangers[asking]
+        if self._introductions.is_admitted(asking.route):
+            self._introductions.discard(asking)
         with self._lock:
             # A peer that reconnects keeps its identity and takes the place of its former connection.
             self._asking[asking.route] = asking
@@ -397,25 +384,20 @@ class Control:
         asked.close(LINGER_S)
 
     def _watch(self, pidfd: int, peer: PeerKey) -> None:
-        if peer in self._watched.values():
-            os.close(pidfd)
-            return
-        self._watched[pidfd] = peer
-        self._watch_source(pidfd, lambda _events: self._process_ended(pidfd))
+        if self._processes.take(pidfd, peer):
+            self._watch_source(pidfd, lambda _events: self._process_ended(pidfd))
 
     def _process_ended(self, pidfd: int) -> None:
         self._tell(self._handler.on_process_ended, self._let_go(pidfd))
 
     def _unwatch(self, instance_id: str, epoch: int) -> None:
-        for pidfd, peer in list(self._watched.items()):
-            if peer.instance_id == instance_id and peer.epoch <= epoch:
-                self._let_go(pidfd)
+        for pidfd in self._processes.lives(instance_id, epoch):
+            self._let_go(pidfd)
 
     def _let_go(self, pidfd: int) -> PeerKey:
         del self._sources[pidfd]
         self._poller.unregister(pidfd)
-        os.close(pidfd)
-        return self._watched.pop(pidfd)
+        return self._processes.let_go(pidfd)
 
     def _stop(self) -> None:
         with self._lock:
@@ -431,9 +413,7 @@ class Control:
             one.given_up.set()
         for connection in connections:
             connection.close(LINGER_S)
-        for pidfd in self._watched:
-            os.close(pidfd)
-        self._watched.clear()
+        self._processes.close()
         self._listener.close()
         self._poller.close()
         os.close(self._wake)

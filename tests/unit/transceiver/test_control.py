@@ -171,8 +171,8 @@ def test_a_message_that_cannot_be_handled_ends_its_connection_only(make: Callabl
 
 
 def test_strangers_are_few_and_leave(make: Callable[[str], Recorder], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmesh.transceiver.control.MAX_STRANGERS", 2)
-    monkeypatch.setattr("kvmesh.transceiver.control.STRANGER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("kvmesh.transceiver.introductions.MAX_STRANGERS", 2)
+    monkeypatch.setattr("kvmesh.transceiver.introductions.STRANGER_TIMEOUT_S", 0.2)
     owner = make("owner")
     with dial(owner) as member:
         member.sendall(frames(b"KVC1member", msgspec.msgpack.encode(CancelSession(transfer_id=1))))
