@@ -148,6 +148,7 @@ class Core {
   uint32_t let_go(Source& source, int tier, uint32_t at);
   void release(Source& source, int tier, uint32_t at);
   void remove_chunk(Source& source, int tier, const uint64_t* hashes, size_t count);
+  size_t remove_plain(Source& source, Held& held, uint32_t tree, const Removal& removal, size_t begin, Plain* plain);
   Step step_of_removal(const Source& source, int tier, uint32_t node);
   void hold_predicted(Source& source, uint32_t node, uint32_t due);
   bool drop_prediction(Source& source, uint32_t node);

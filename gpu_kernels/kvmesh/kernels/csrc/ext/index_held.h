@@ -57,19 +57,19 @@ class Held {
   void prefetch_tagged(uint32_t tag) const {
     const uint32_t at = table_.peek(tag);
     if (at == kNone) return;
-    __builtin_prefetch(hashes_.data() + at);
-    __builtin_prefetch(nodes_.data() + at);
+    fetch(hashes_.data() + at);
+    fetch(nodes_.data() + at);
   }
   // The entries at a position and up to `count` before it, and the next ones.
   void prefetch_around(uint32_t at, size_t count) const {
     const size_t begin = at - std::min<size_t>(at, count), end = at + kLineBytes / sizeof(uint64_t);
-    for (size_t i = begin; i <= end; i += kLineBytes / sizeof(uint64_t)) __builtin_prefetch(hashes_.data() + i);
-    for (size_t i = begin; i <= end; i += kLineBytes / sizeof(uint32_t)) __builtin_prefetch(nodes_.data() + i);
+    for (size_t i = begin; i <= end; i += kLineBytes / sizeof(uint64_t)) fetch(hashes_.data() + i);
+    for (size_t i = begin; i <= end; i += kLineBytes / sizeof(uint32_t)) fetch(nodes_.data() + i);
   }
   // Where the next `count` entries will be written.
   void prefetch_end(size_t count) const {
-    for (size_t i = 0; i < count; i += kLineBytes / sizeof(uint64_t)) __builtin_prefetch(hashes_.data() + end_ + i, 1);
-    for (size_t i = 0; i < count; i += kLineBytes / sizeof(uint32_t)) __builtin_prefetch(nodes_.data() + end_ + i, 1);
+    for (size_t i = 0; i < count; i += kLineBytes / sizeof(uint64_t)) fetch_to_write(hashes_.data() + end_ + i);
+    for (size_t i = 0; i < count; i += kLineBytes / sizeof(uint32_t)) fetch_to_write(nodes_.data() + end_ + i);
   }
   uint64_t hash(uint32_t at) const { return hashes_[at]; }
   uint32_t node(uint32_t at) const { return nodes_[at]; }  // kNone where an entry has been erased
@@ -92,6 +92,8 @@ class Held {
    public:
     explicit Appending(Held& held)
         : filling(held.table_), held_(held), hashes_(held.hashes_.data()), nodes_(held.nodes_.data()), end_(held.end_) {}
+    Appending(const Appending&) = delete;
+    Appending& operator=(const Appending&) = delete;
     ~Appending() {
       held_.count_ += end_ - held_.end_;
       held_.end_ = end_;
@@ -115,19 +117,35 @@ class Held {
 
   // The other positions stay as they are.
   void erase(uint32_t at) {
-    erase_tagged(tag(hashes_[at]), at);
-    trim_end();
-  }
-  // Of several, with tags that the caller has; trim_end must follow before anything else.
-  void erase_tagged(uint32_t tag, uint32_t at) {
-    table_.erase(tag, at);
+    table_.erase(tag(hashes_[at]), at);
     --count_;
     nodes_[at] = kNone;
+    trim_end();
   }
-  void trim_end() {
-    while (end_ > 0 && nodes_[end_ - 1] == kNone) --end_;
-    begin_ = std::min(begin_, end_);
-  }
+  // Erases one after the other; see Table::Emptying.
+  class Erasing {
+   public:
+    explicit Erasing(Held& held) : held_(held), emptying_(held.table_), nodes_(held.nodes_.data()) {}
+    Erasing(const Erasing&) = delete;
+    Erasing& operator=(const Erasing&) = delete;
+    ~Erasing() {
+      held_.count_ -= count_;
+      held_.trim_end();
+    }
+
+    uint32_t node(uint32_t at) const { return nodes_[at]; }
+    void erase(uint32_t tag, uint32_t at) {
+      emptying_.erase(tag, at);
+      nodes_[at] = kNone;
+      ++count_;
+    }
+
+   private:
+    Held& held_;
+    Table::Emptying emptying_;
+    uint32_t* nodes_;
+    size_t count_ = 0;
+  };
   // Positions of the oldest entries, at most `count`.
   void oldest(size_t count, std::vector<uint32_t>& positions);
   // As the newest, entries that have just been erased.
@@ -146,6 +164,10 @@ class Held {
   size_t capacity() const { return std::min(hashes_.capacity(), nodes_.capacity()); }
   size_t gaps() const { return end_ - count(); }
   bool squeezing_will_do(size_t count) const { return gaps() >= count + this->count() / 8; }
+  void trim_end() {
+    while (end_ > 0 && nodes_[end_ - 1] == kNone) --end_;
+    begin_ = std::min(begin_, end_);
+  }
   void squeeze();
   void shrink();
   void put(uint64_t hash, uint32_t node) {

@@ -139,9 +139,11 @@ void Core::remove(uint32_t stream, int tier, const uint64_t* hashes, size_t coun
 
 // Where the hashes are, and what their nodes are; everything that is read then is fetched before any of it is needed.
 struct Core::Removal {
-  uint32_t tags[kRemovedAtOnce], at[kRemovedAtOnce], node_tags[kRemovedAtOnce];
+  const uint64_t* hashes;
+  size_t count;
+  uint32_t tags[kRemovedAtOnce], at[kRemovedAtOnce];
 
-  void find(const Held& held, const uint64_t* hashes, size_t count) {
+  void find(const Held& held, const Nodes& nodes) {
     if (held.empty()) {
       std::fill_n(at, count, kNone);
       return;
@@ -153,25 +155,28 @@ struct Core::Removal {
     if (at[0] != kNone) {
       held.prefetch_around(at[0], count);
       const uint32_t step = count > 1 && held.is(at[0] + 1, hashes[1]) ? 1 : UINT32_MAX;
-      while (followed < count && held.is(at[followed - 1] + step, hashes[followed])) {
-        at[followed] = at[followed - 1] + step;
-        ++followed;
+      for (uint32_t next = at[0] + step; followed < count && held.is(next, hashes[followed]); next += step) {
+        nodes.prefetch(held.node(next));
+        at[followed++] = next;
       }
     }
     for (size_t i = 0; i < count; ++i) held.prefetch_spill(tags[i]);
     for (size_t i = followed; i < count; ++i) held.prefetch_tagged(tags[i]);
-    for (size_t i = followed; i < count; ++i) at[i] = held.find_tagged(tags[i], hashes[i]);
+    for (size_t i = followed; i < count; ++i) {
+      at[i] = held.find_tagged(tags[i], hashes[i]);
+      if (at[i] != kNone) nodes.prefetch(held.node(at[i]));
+    }
   }
   // The slots of nodes that leave their table: those that nobody else holds, as the step of the others says.
-  void fetch_nodes(const Nodes& nodes, const Held& held, const Step& step, size_t count) {
+  void fetch_slots(const Nodes& nodes, const Held& held, const Step& step) {
     uint32_t leaving[kRemovedAtOnce];
     size_t num_leaving = 0;
     for (size_t i = 0; i < count; ++i) {
       if (at[i] == kNone) continue;
       const uint32_t node = held.node(at[i]);
-      if (nodes[node].state == step.from && step.to != States::kNobody) continue;
-      nodes.prefetch_slot_tagged(leaving[num_leaving++] = node_tags[i] = nodes.tag(node));
+      if (nodes[node].state != step.from || step.to == States::kNobody) leaving[num_leaving++] = nodes.tag(node);
     }
+    for (size_t i = 0; i < num_leaving; ++i) nodes.prefetch_slot_tagged(leaving[i]);
     for (size_t i = 0; i < num_leaving; ++i) nodes.prefetch_spill_tagged(leaving[i]);
   }
 };
@@ -179,9 +184,9 @@ struct Core::Removal {
 void Core::remove_chunk(Source& source, int tier, const uint64_t* hashes, size_t count) {
   Held& held = source.tables[tier];
   Removal removal;
-  removal.find(held, hashes, count);
-  for (size_t i = 0; i < count; ++i)
-    if (removal.at[i] != kNone) nodes.prefetch(held.node(removal.at[i]));
+  removal.hashes = hashes;
+  removal.count = count;
+  removal.find(held, nodes);
   Step step;
   uint32_t tree = kNone, scope = kNone;
   const auto take_step = [&](uint32_t node) {
@@ -191,43 +196,69 @@ void Core::remove_chunk(Source& source, int tier, const uint64_t* hashes, size_t
   };
   const uint32_t* first = std::find_if(removal.at, removal.at + count, [](uint32_t at) { return at != kNone; });
   if (first != removal.at + count) take_step(held.node(*first));
-  removal.fetch_nodes(nodes, held, step, count);
+  removal.fetch_slots(nodes, held, step);
   Plain plain{states, counters, step, -1};
   const auto settle = [&] {
     plain.settle();
     if (plain.num_blocks > 0) source.take_back(tier, scope, plain.num_blocks, plain.sum);
     plain.num_blocks = plain.sum = 0;
   };
-  size_t unknown = 0;
-  for (size_t i = 0; i < count; ++i) {
+  for (size_t i = 0; i < count;) {
+    if (step.plain && source.twins.empty()) {
+      i += remove_plain(source, held, tree, removal, i, &plain);
+      if (i == count) break;
+    }
     const uint32_t at = removal.at[i], node = at == kNone ? kNone : held.node(at);
     if (node == kNone) {  // it was not there, or has been named before
       if (source.parked.empty() || !source.parked.remove(hashes[i], tier)) ++counters.unknown_removals;
-      ++unknown;
+      ++i;
       continue;
     }
-    Node& there = nodes[node];
-    if (there.state != step.from || there.tree() != tree) {
-      settle();
+    settle();
+    if (nodes[node].state != step.from || nodes[node].tree() != tree) {
       take_step(node);
+      if (step.plain) continue;
     }
-    if (!step.plain || !source.twins.empty() ||
-        (step.changes_ready && there.first_child != kNone && holds_below(source, node))) {
-      settle();
-      held.trim_end();
-      release(source, tier, at);
-      step = Step{};
-      continue;
-    }
-    held.erase_tagged(removal.tags[i], at);
-    there.state = step.to;
-    plain.add(hashes[i]);
-    if (step.to == States::kNobody && there.first_child == kNone)
-      nodes.prune(nodes.take_out(node, nodes.tag(node)));
+    release(source, tier, at);
+    ++counters.removed;
+    step = Step{};
+    ++i;
   }
-  counters.removed += count - unknown;
-  held.trim_end();
   settle();
+}
+
+// Blocks from `begin` on that the step changes, below which the source holds none. How many.
+size_t Core::remove_plain(Source& source, Held& held, uint32_t tree, const Removal& removal, size_t begin, Plain* plain) {
+  Held::Erasing erasing(held);
+  const Step step = plain->step;
+  uint32_t unused = kNone, last = kNone;
+  uint64_t sum = 0;
+  size_t i = begin;
+  {
+    Nodes::Removing removing(nodes, tree);
+    for (; i < removal.count && unused == kNone; ++i) {
+      const uint32_t at = removal.at[i], node = at == kNone ? kNone : erasing.node(at);
+      if (node == kNone) break;
+      Node& there = nodes[node];
+      if (there.state != step.from || there.tree() != tree) break;
+      const uint32_t child = there.first_child;
+      // What has just been removed is not held any more.
+      const bool may_hold = child != kNone && !(child == last && nodes[child].next == kNone);
+      if (may_hold && step.changes_ready && holds_below(source, node)) break;
+      erasing.erase(removal.tags[i], at);
+      there.state = step.to;
+      sum += mixed(removal.hashes[i]);
+      last = node;
+      if (step.to == States::kNobody && child == kNone) {
+        const uint32_t parent = removing.remove(node);
+        if (parent != kNone && nodes.is_unused(parent)) unused = parent;
+      }
+    }
+  }
+  nodes.prune(unused);
+  counters.removed += i - begin;
+  plain->add(i - begin, sum);
+  return i - begin;
 }
 
 }  // namespace kvmesh::index

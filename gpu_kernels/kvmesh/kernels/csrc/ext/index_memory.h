@@ -18,6 +18,17 @@ namespace kvmesh::index {
 constexpr uint32_t kNone = UINT32_MAX;
 constexpr size_t kLineBytes = 64;  // of the processor's cache
 
+// Prefetching. To gcc, a function that does nothing but prefetch does nothing at all, and calls of it are left out: hence
+// the statement without instructions.
+inline void fetch(const void* at) {
+  __builtin_prefetch(at);
+  __asm__ volatile("");
+}
+inline void fetch_to_write(const void* at) {
+  __builtin_prefetch(at, 1);
+  __asm__ volatile("");
+}
+
 // From here on an array is mapped: growing it moves pages, not bytes, and needs no second copy.
 constexpr size_t kMappedBytes = 64 * 1024;
 // From here on it grows in small steps.

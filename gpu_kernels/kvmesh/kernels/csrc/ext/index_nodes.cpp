@@ -100,8 +100,8 @@ uint32_t Nodes::use_tree(uint32_t scope, Cut cut) {
   return tree;
 }
 
-void Nodes::drop_tree(uint32_t tree) {
-  if (--trees_[tree].uses > 0) return;
+void Nodes::drop_tree(uint32_t tree, uint32_t uses) {
+  if ((trees_[tree].uses -= uses) > 0) return;
   scopes.remove_tree(trees_[tree].scope, tree);
   free_trees_.push_back(tree);
 }
@@ -123,25 +123,9 @@ uint32_t Nodes::add_at(Table::Place free, uint32_t tag, uint32_t tree, uint64_t 
 }
 
 void Nodes::prune(uint32_t node) {
-  while (node != kNone && nodes_[node].first_child == kNone && nodes_[node].state == States::kNobody)
-    node = take_out(node, tag(node));
-}
-
-uint32_t Nodes::take_out(uint32_t node, uint32_t tag) {
-  Node& gone = nodes_[node];
-  const uint32_t parent = gone.parent, tree = gone.tree();
-  table_.erase(tag, node);
-  if (gone.previous != kNone) {
-    nodes_[gone.previous].next = gone.next;
-  } else if (parent != kNone) {
-    nodes_[parent].first_child = gone.next;
-  }
-  if (gone.next != kNone) nodes_[gone.next].previous = gone.previous;
-  gone.place = Node::kFree;
-  gone.next = first_free_;
-  first_free_ = node;
-  drop_tree(tree);
-  return parent;
+  if (node == kNone || !is_unused(node)) return;
+  Removing removing(*this, nodes_[node].tree());
+  while (node != kNone && is_unused(node)) node = removing.remove(node);
 }
 
 size_t Nodes::growth(size_t count) const {

@@ -103,7 +103,7 @@ class Nodes {
   // The tree of a scope and cut, new if need be, with one use more.
   uint32_t use_tree(uint32_t scope, Cut cut);
   void use_tree(uint32_t tree) { ++trees_[tree].uses; }
-  void drop_tree(uint32_t tree);
+  void drop_tree(uint32_t tree, uint32_t uses = 1);
 
   // The node, or kNone.
   uint32_t find(uint32_t tree, uint64_t key) const { return table_.find(tag(tree, key), Equals{*this, tree, key}); }
@@ -116,19 +116,19 @@ class Nodes {
   static uint32_t tag(uint32_t tree, uint64_t key) { return tag_of(key ^ (tree + 1) * 0xD6E8FEB86659FD93u); }
   void prefetch_slot_tagged(uint32_t tag) const { table_.prefetch(tag); }
   void prefetch_spill_tagged(uint32_t tag) const { table_.prefetch_spill(tag); }
-  void prefetch(uint32_t node) const { __builtin_prefetch(nodes_.data() + node); }
+  void prefetch(uint32_t node) const { fetch(nodes_.data() + node); }
   // Whether a number, which need not be one of a node, is that of the node with this key.
   bool is(uint32_t node, uint32_t tree, uint64_t key) const {
     return node < end_ && nodes_[node].key == key && nodes_[node].tree() == tree;  // no free one has a tree
   }
   // Of `count` nodes in a row.
   void prefetch_from(uint32_t node, size_t count) const {
-    for (size_t i = 0; i < count; i += kLineBytes / sizeof(Node)) __builtin_prefetch(nodes_.data() + node + i);
+    for (size_t i = 0; i < count; i += kLineBytes / sizeof(Node)) fetch(nodes_.data() + node + i);
   }
   // Where the next `count` nodes will mostly be written.
   void prefetch_end(size_t count) const {
     if (first_free_ != kNone) return;
-    for (size_t i = 0; i < count; i += kLineBytes / sizeof(Node)) __builtin_prefetch(nodes_.data() + end_ + i, 1);
+    for (size_t i = 0; i < count; i += kLineBytes / sizeof(Node)) fetch_to_write(nodes_.data() + end_ + i);
   }
 
   // The node, or a new one; there must be room for it.
@@ -143,6 +143,8 @@ class Nodes {
   // Table::Filling. Each is the only child of one that has none, with a state whose use is for the caller to count.
   class Adding {
    public:
+    Adding(const Adding&) = delete;
+    Adding& operator=(const Adding&) = delete;
     Adding(Nodes& nodes, uint32_t tree, uint32_t state)
         : filling(nodes.table_), nodes_(nodes), data_(nodes.nodes_.data()), end_(nodes.end_), free_(nodes.first_free_),
           tree_(tree), state_(state) {}
@@ -177,8 +179,46 @@ class Nodes {
   };
   // Takes out a node that nobody holds and that has nothing below it, and its ancestors likewise.
   void prune(uint32_t node);
-  // Such a node alone, whose tag the caller has; its parent.
-  uint32_t take_out(uint32_t node, uint32_t tag);
+  // Takes out such nodes of one tree, one after the other; see Table::Emptying.
+  class Removing {
+   public:
+    Removing(Nodes& nodes, uint32_t tree)
+        : nodes_(nodes), emptying_(nodes.table_), data_(nodes.nodes_.data()), free_(nodes.first_free_), tree_(tree) {}
+    Removing(const Removing&) = delete;
+    Removing& operator=(const Removing&) = delete;
+    ~Removing() {
+      nodes_.first_free_ = free_;
+      if (count_ > 0) nodes_.drop_tree(tree_, count_);
+    }
+
+    // Its parent, whose turn it may be now.
+    uint32_t remove(uint32_t node) {
+      Node& gone = data_[node];
+      emptying_.erase(tag(tree_, gone.key), node);
+      const uint32_t parent = gone.parent, next = gone.next;
+      if (gone.previous != kNone) {
+        data_[gone.previous].next = next;
+      } else if (parent != kNone) {
+        data_[parent].first_child = next;
+      }
+      if (next != kNone) data_[next].previous = gone.previous;
+      gone.place = Node::kFree;
+      gone.next = free_;
+      free_ = node;
+      ++count_;
+      return parent;
+    }
+
+   private:
+    Nodes& nodes_;
+    Table::Emptying emptying_;
+    Node* data_;
+    uint32_t free_, tree_;
+    uint32_t count_ = 0;
+  };
+  bool is_unused(uint32_t node) const {
+    return nodes_[node].first_child == kNone && nodes_[node].state == States::kNobody;
+  }
   void set_state(uint32_t node, uint32_t state) {
     states_.use(state);
     states_.drop(nodes_[node].state);

@@ -45,6 +45,10 @@ class Table {
     bool full() const { return numbers[kWidth - 1] != kNone; }
     // The slots with this tag, as bits; those without an entry may be among them.
     uint32_t same(uint32_t tag) const { return equal(tags, tag); }
+    // The slot of an entry, or kWidth and more.
+    uint32_t find(uint32_t tag, uint32_t number) const {
+      return static_cast<uint32_t>(__builtin_ctz((same(tag) & equal(numbers, number)) | 1u << kWidth));
+    }
     // Whether a slot of either line has this tag, or, with as little chance as two tags are the same, had it.
     static bool have(const Line& one, const Line& other, uint32_t tag) {
 #ifdef __SSE2__
@@ -104,12 +108,12 @@ class Table {
     return limit(homes);
   }
 
-  void prefetch(uint32_t tag) const { __builtin_prefetch(lines_.data() + home(tag)); }
+  void prefetch(uint32_t tag) const { fetch(lines_.data() + home(tag)); }
 
   // Once the home is there: the line behind it, where the home is full, so that entries may go on, or have gone on.
   void prefetch_spill(uint32_t tag) const {
     const Line* line = lines_.data() + home(tag);
-    __builtin_prefetch(line + line->full());  // without a branch: it would often be guessed wrongly
+    fetch(line + line->full());  // without a branch: it would often be guessed wrongly
   }
 
   // A number in its home with this tag, whose key may be another; kNone where there is none.
@@ -168,7 +172,7 @@ class Table {
     // As Table::prefetch_spill.
     void prefetch_spill(uint32_t tag) const {
       const Line* line = lines_ + (static_cast<uint64_t>(tag) * homes_ >> 32);
-      __builtin_prefetch(line + line->full());
+      fetch(line + line->full());
     }
     // Finds the place of the next entry: in its home or, where that is full, in the next line. False where it is not
     // plain that it is not there and can go there. There is no branch on the way: it would often be guessed wrongly.
@@ -213,6 +217,32 @@ class Table {
     lines_[place.line].remove(place.slot);
     --count_;
   }
+
+  // Erases entries, which must be there, one after the other; as Filling.
+  class Emptying {
+   public:
+    explicit Emptying(Table& table) : table_(table), lines_(table.lines_.data()), homes_(table.homes_) {}
+    Emptying(const Emptying&) = delete;
+    Emptying& operator=(const Emptying&) = delete;
+    ~Emptying() { table_.count_ -= count_; }
+
+    void erase(uint32_t tag, uint32_t number) {
+      Line& line = lines_[static_cast<uint64_t>(tag) * homes_ >> 32];
+      const uint32_t slot = line.find(tag, number);
+      if (__builtin_expect(slot < kWidth, true)) {
+        line.remove(slot);
+        ++count_;
+      } else {
+        table_.erase(tag, number);
+      }
+    }
+
+   private:
+    Table& table_;
+    Line* lines_;
+    uint64_t homes_;
+    size_t count_ = 0;
+  };
 
   // Gives every number another one.
   template <typename Rename>

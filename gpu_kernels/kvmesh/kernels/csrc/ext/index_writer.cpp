@@ -45,7 +45,7 @@ class Hashes {
     // They have not been looked at, and will be, one array after the other: the next one is fetched meanwhile.
     const char* bytes = static_cast<const char*>(view_.buf);
     const size_t fetched = std::min(static_cast<size_t>(view_.len), kFetchedBytes);
-    for (size_t at = 0; at < fetched; at += kLineBytes) __builtin_prefetch(bytes + at);
+    for (size_t at = 0; at < fetched; at += kLineBytes) fetch(bytes + at);
     return true;
   }
   const uint64_t* data() const { return static_cast<const uint64_t*>(view_.buf); }
