@@ -200,7 +200,7 @@ class Pair:
         assert self.settle(self.context, "context", {transfer})["completed"] == [transfer]
         assert self.generation.digest(pages=target[first:]) == self.context.digest(pages=source[first:])
 
-    def settle(self, peer: Peer, side: str, transfers: set[int], timeout_s: float = 20.0) -> dict[str, list[Any]]:
+    def settle(self, peer: Peer, side: str, transfers: set[int], timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, list[Any]]:
         """Step an executor until ``transfers`` have ended, cancelling what is overdue."""
         total: dict[str, list[Any]] = {"completed": [], "failed": [], "cancelled": [], "timed_out": [], "overdue": []}
         deadline_s = time.monotonic() + timeout_s
@@ -217,7 +217,7 @@ class Pair:
             assert time.monotonic() < deadline_s, f"{side}: {transfers - ended} have not ended: {total}"
             time.sleep(0.005)
 
-    def release(self, peer: Peer, side: str, timeout_s: float = 20.0) -> None:
+    def release(self, peer: Peer, side: str, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
         """Step an executor until no lease is held."""
         deadline_s = time.monotonic() + timeout_s
         while held := peer.held():

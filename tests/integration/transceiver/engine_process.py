@@ -84,7 +84,7 @@ class EngineProcess:
         checksums: bool,
         host_pages: int = 0,
         layers: int = 2,
-        connect_timeout_s: float = 10.0,
+        connect_timeout_s: float = 60.0,
     ) -> None:
         heads = page_kib * 1024 // (2 * layers * 16 * 64 * 4)
         spec = [LayerCacheSpec(layer_index=i, num_kv_heads=heads, head_dim=64, dtype="float32") for i in range(layers)]
