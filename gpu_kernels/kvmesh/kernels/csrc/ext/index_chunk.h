@@ -22,8 +22,7 @@ struct Core::Chunk {
     hashes = run.hashes + begin;
     locals = run.locals + begin;
     count = std::min(kBlocks, run.count - begin);
-    for (size_t i = 0; i < count; ++i) held_tags[i] = held.tag(hashes[i]);
-    held.prefetch_slots(held_tags, count);
+    for (size_t i = 0; i < count; ++i) held.prefetch_slot(held_tags[i] = held.tag(hashes[i]));
   }
 
   // The rolling hashes, once there is room, and for how many blocks node tags have been made: all where nothing is below
@@ -33,14 +32,14 @@ struct Core::Chunk {
     nodes.prefetch_slot_tagged(node_tags[0] = Nodes::tag(tree, keys[0]));
     held.prefetch_end(count);
     const bool are_new = parent != kNone && nodes[parent].first_child == kNone;
+    if (are_new) nodes.prefetch_end(count);
     // Each needs the one before it, and takes some time: there is something else to do meanwhile.
     for (size_t i = 1; i < count; ++i) {
       keys[i] = rolled(keys[i - 1], locals[i]);
       held.prefetch_spill(held_tags[i]);
+      if (are_new) nodes.prefetch_slot_tagged(node_tags[i] = Nodes::tag(tree, keys[i]));
     }
-    if (!are_new) return 1;
-    fetch_slots(nodes, tree, 1);
-    return count;
+    return are_new ? count : 1;
   }
   // The slots that new blocks go to, from `begin` on.
   void fetch_slots(const Nodes& nodes, uint32_t tree, size_t begin) {

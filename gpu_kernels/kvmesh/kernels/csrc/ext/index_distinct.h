@@ -21,7 +21,7 @@ class Distinct {
     if (count == 1) return parent != hashes[0];
     if (count >= kNone) throw std::bad_alloc();
     // Few hashes find their place taken. They are then looked for among all.
-    const unsigned bits = bits_for(kPlaces * (count + 1));
+    const unsigned bits = bits_for(kPlaces * count);
     taken_.assign(size_t{1} << bits, 0);
     uint8_t* const taken = taken_.data();
     const uint64_t secret = secret_multiplier();

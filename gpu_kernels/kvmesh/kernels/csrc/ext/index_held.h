@@ -49,9 +49,6 @@ class Held {
   }
   uint32_t tag(uint64_t hash) const { return tag_of((hash & mask_) ^ id_); }
   void prefetch_slot(uint32_t tag) const { table_.prefetch(tag); }
-  void prefetch_slots(const uint32_t* tags, size_t count) const {
-    for (size_t i = 0; i < count; ++i) table_.prefetch(tags[i]);
-  }
   void prefetch_spill(uint32_t tag) const { table_.prefetch_spill(tag); }
   // Once the slot is there: the entry that it most likely names.
   void prefetch_tagged(uint32_t tag) const {

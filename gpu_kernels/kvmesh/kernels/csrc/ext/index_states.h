@@ -119,7 +119,7 @@ class States {
     uint32_t sets[kSets];
     uint32_t users;
   };
-  static constexpr size_t kKnown = 64;
+  static constexpr size_t kKnown = 512;
   struct Known {
     uint32_t state, source;
     Status status;

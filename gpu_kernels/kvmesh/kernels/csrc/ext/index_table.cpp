@@ -91,16 +91,18 @@ void Table::double_homes() {
 // A line that nothing has passed from or to: it has the entries of its home and no others.
 void Table::halve(size_t at) {
   const Line line = lines_[at];
-  Line halves[2];
-  std::memset(static_cast<void*>(halves), 0xFF, sizeof halves);
-  uint32_t used[2] = {};
+  Line &first = lines_[2 * at], &second = lines_[2 * at + 1];
+  first = second = kEmpty;
+  // Which half an entry goes to could not be guessed: it is written to both, and over by the next one in the wrong one.
+  uint32_t seconds = 0;
   for (uint32_t slot = 0; slot < kWidth; ++slot) {
-    // Those without an entry come last, and then there is a slot left in either. A branch could not be guessed.
-    const size_t half = home(line.tags[slot]) & 1;
-    halves[half].put(used[half], line.tags[slot], line.numbers[slot]);
-    used[half] += line.numbers[slot] != kNone;
+    const uint32_t tag = line.tags[slot], number = line.numbers[slot];
+    first.put(slot - seconds, tag, number);
+    second.put(seconds, tag, number);
+    seconds += home(tag) & 1;
   }
-  std::memcpy(static_cast<void*>(lines_.data() + 2 * at), halves, sizeof halves);
+  if (seconds > 0) first.numbers[kWidth - seconds] = kNone;
+  if (seconds < kWidth) second.numbers[seconds] = kNone;
   passed_[2 * at] = passed_[2 * at + 1] = 0;
 }
 

@@ -266,6 +266,9 @@ class Table {
   }
 
  private:
+  static constexpr Line kEmpty = {{kNone, kNone, kNone, kNone, kNone, kNone, kNone, kNone},
+                                  {kNone, kNone, kNone, kNone, kNone, kNone, kNone, kNone}};
+
   // Three quarters of the homes' slots are used at most.
   static constexpr size_t kUsed = kWidth * 3 / 4;
   static size_t homes_for(size_t count) { return (count + kUsed - 1) / kUsed; }
