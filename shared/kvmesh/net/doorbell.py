@@ -19,6 +19,9 @@ import msgspec
 
 __all__ = ["BellRope", "BellSign", "Doorbell"]
 
+LONGEST_S: Final = 3600.0
+"""The system takes 32 bits of milliseconds."""
+
 _READ_BYTES: Final = 4096
 
 
@@ -53,8 +56,12 @@ class Doorbell:
                 _ring(self._ring_fd)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until somebody rings, ``timeout_s`` at most; returns whether anybody has."""
-        return bool(self._poller.poll(math.ceil(timeout_s * 1000)))
+        """Wait until somebody rings, ``timeout_s`` or :data:`LONGEST_S` at most; returns whether anybody has.
+
+        Raises:
+            RuntimeError: another thread waits.
+        """
+        return bool(self._poller.poll(math.ceil(min(timeout_s, LONGEST_S) * 1000)))
 
     def silence(self) -> None:
         """Forget who has rung until now."""

@@ -126,7 +126,7 @@ class Borrowing:
             fault_point("transceiver.before_ack")
             if engine.now_unix_ms() >= expires_unix_ms:
                 raise PlaneError("their ticket has expired meanwhile")
-            receipt = Receipt(self._number, session.session, session.num_pages, session.num_bytes)
+            receipt = Receipt(self._number, session.num_pages, session.num_bytes)
             if not loans.take(peer, loan.access, receipt):
                 raise PlaneError("they were read by somebody else, or taken back, meanwhile")
         except (PlaneError, MissingPageError, ValueError, FaultInjectedError) as error:

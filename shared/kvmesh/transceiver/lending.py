@@ -122,7 +122,8 @@ class Lending:
         session.lent = False
         # Nobody may redeem it by asking any more.
         self._spent.spend(session.ticket, self._engine.now_unix_ms())
-        session.peer, session.session = self._receivers.numbered(receipt.reader), receipt.session
+        # Of two who read at once it may name the one who was too late.
+        session.peer = self._receivers.numbered(receipt.reader)
         # Not more than was lent, whatever it says.
         pages = [len(only_pages(held.ids)) for held in session.held]
         nbytes = sum(count * self._engine.page_bytes(group) for group, count in enumerate(pages))

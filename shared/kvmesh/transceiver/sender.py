@@ -121,7 +121,8 @@ class SenderSide:
     def sweep(self) -> list[int]:
         """Sessions that have become overdue since the last sweep, each once."""
         with self.table.lock:
-            self._lending.look()
+            with self.table.looking():
+                self._lending.look()
             return self.table.sweep()
 
     def cancel(self, transfer_id: int) -> bool:
@@ -142,7 +143,10 @@ class SenderSide:
             return self.table.safe(transfer_id)
 
     def peer_dead(self, instance_id: str, epoch: int) -> None:
-        """End the sessions of a peer that is gone: ``epoch`` and older lives of it read no more."""
+        """End the sessions of a peer that is gone: ``epoch`` and older lives of it are not served any more.
+
+        What is lent is no session of anybody's: who has its ticket may read it, also when taken for dead.
+        """
         self._engine.fences.end(instance_id, epoch)
         with self.table.lock:
             self._lending.look()
@@ -334,6 +338,8 @@ class SenderSide:
         self._lending.look()
         due_s = float("inf")
         for session in self.table.open.values():
+            if session.terminal:
+                continue  # It has just ended, perhaps because it was read before.
             if now_s < session.deadline_s:
                 due_s = min(due_s, session.deadline_s)
             elif self.table.note_overdue(session):

@@ -117,7 +117,7 @@ class SendSession(Session):
     token: bytes = b""
     """:attr:`ticket` as it was signed."""
     lent: bool = False
-    """Whoever holds the ticket may be reading the pages: its grant stands."""
+    """Whoever holds the ticket may be reading the pages: the loan stands."""
     held: list[HeldPages] = field(default_factory=list)
     """Per layer group: the request's pages, fixed from the moment that somebody asks for them."""
     movable: bool = False

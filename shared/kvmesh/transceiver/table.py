@@ -8,7 +8,8 @@ the executor calls on its own thread; everything else may be called from any thr
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
@@ -79,6 +80,7 @@ class SessionTable(Generic[S]):
         self.open: dict[int, S] = {}
         self.quarantine: Quarantine[S] = Quarantine()
         self.counters = Counters()
+        self._looking = False
 
     def check_new(self, transfer_id: int) -> None:
         """Check that a session may be opened.
@@ -113,7 +115,17 @@ class SessionTable(Generic[S]):
 
     def notify(self) -> None:
         """Wake the executor: a session has changed (under the lock)."""
-        self._engine.waiter.notify(self.changed)
+        if not self._looking:
+            self._engine.waiter.notify(self.changed)
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Within the block it is the executor that changes sessions, and collects what has ended (under the lock)."""
+        self._looking = True
+        try:
+            yield
+        finally:
+            self._looking = False
 
     def fail(self, session: S, status: Status, http_status: int, code: str, message: str) -> None:
         """Set a session's status because of an error; a session that has ended keeps its end."""
@@ -145,7 +157,8 @@ class SessionTable(Generic[S]):
                 now_s = self._engine.clock.monotonic_s()
                 # Ended sessions are collected first: at the exact deadline an end that was seen wins.
                 self._collect(poll)
-                due_s = on_pass(poll, now_s)
+                with self.looking():
+                    due_s = on_pass(poll, now_s)
                 if self.open:
                     self._collect(poll)
                 if poll.settled >= target or now_s >= end_s or not undisturbed:

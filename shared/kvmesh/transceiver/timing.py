@@ -78,14 +78,14 @@ def idle_wait_ms(config: CacheTransceiverConfig, *, tracked_transfers: bool, bus
 
 
 class Waiter(Protocol):
-    """How a poll waits for whoever changes sessions. An executor brings its own, to hear of more than that."""
+    """How a poll waits for whoever changes sessions, on one thread. An executor brings its own, to hear of more."""
 
     @property
     def bell(self) -> Doorbell:
         """Ends waits. Peers ring it who have read pages on loan."""
 
     def wait(self, changed: threading.Condition, seconds: float) -> bool:
-        """Wait until :meth:`notify` or for ``seconds``. The caller holds the lock of ``changed``, once.
+        """Wait until :meth:`notify` or for ``seconds``, or shorter. The caller holds the lock of ``changed``, once.
 
         Returns:
             False when the caller's thread is needed elsewhere: the poll is to return with what it has.

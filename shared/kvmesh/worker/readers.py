@@ -52,6 +52,8 @@ class OpenTransfers:
                     ended.append(event.transfer_id)
                 continue
             known = self._open.get(event.transfer_id)
+            if known is None and event.state != "registered":
+                continue  # A late word on one that has ended.
             self._open[event.transfer_id] = OpenTransfer(
                 event.transfer_id,
                 event.unix_ms if known is None else known.since_unix_ms,

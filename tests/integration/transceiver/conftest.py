@@ -200,7 +200,9 @@ class Pair:
         assert self.settle(self.context, "context", {transfer})["completed"] == [transfer]
         assert self.generation.digest(pages=target[first:]) == self.context.digest(pages=source[first:])
 
-    def settle(self, peer: Peer, side: str, transfers: set[int], timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, list[Any]]:
+    def settle(
+        self, peer: Peer, side: str, transfers: set[int], timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> dict[str, list[Any]]:
         """Step an executor until ``transfers`` have ended, cancelling what is overdue."""
         total: dict[str, list[Any]] = {"completed": [], "failed": [], "cancelled": [], "timed_out": [], "overdue": []}
         deadline_s = time.monotonic() + timeout_s

@@ -43,6 +43,12 @@ def test_a_wait_takes_its_time_and_no_longer(bell: Doorbell) -> None:
     assert time.monotonic() - begun_s >= 0.02
 
 
+def test_a_wait_of_any_length_is_one(bell: Doorbell) -> None:
+    bell.ring()
+    assert bell.wait(1e12)
+    assert bell.wait(float("inf"))
+
+
 def test_a_ring_of_another_thread_ends_a_wait(bell: Doorbell) -> None:
     other = threading.Thread(target=bell.ring)
     other.start()

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -70,7 +71,7 @@ def ids(*pages: int) -> np.ndarray:
 PARTS = [Part(0, ids(1, 2), 0, ids(8, 9), PAGE), Part(0, ids(30), 0, ids(0), PAGE)]
 
 
-RECEIPT = Receipt(1 << 63, 9, 3, 3 * PAGE)
+RECEIPT = Receipt(1 << 63, 3, 3 * PAGE)
 
 
 def read(receiver: End, access: bytes, parts: list[Part] = PARTS, *, summed: bool = False) -> list[np.ndarray] | None:
@@ -237,6 +238,41 @@ def test_an_owner_that_cannot_be_told_is_asked(ends: tuple[End, End]) -> None:
     assert not receiver.loans.take(stranger, access, RECEIPT)
 
 
+@pytest.mark.parametrize("change", ["slots", "no bell", "no words"])
+def test_what_cannot_be_read_on_loan_is_still_mapped(ends: tuple[End, End], change: str) -> None:
+    """A peer of another build, or whose descriptors are gone."""
+    owner, receiver = ends
+    ours = owner.plane._memfd
+    assert ours is not None
+    assert ours.loans is not None
+    assert ours.bell is not None
+    if change == "slots":
+        theirs = msgspec.structs.replace(ours, loans=msgspec.structs.replace(ours.loans, page_bytes=32))
+    elif change == "no bell":
+        theirs = msgspec.structs.replace(ours, bell=msgspec.structs.replace(ours.bell, inode=0))
+    else:
+        theirs = msgspec.structs.replace(ours, loans=msgspec.structs.replace(ours.loans, inode=0))
+    stranger = PeerKey("stranger", 1)
+    described = msgspec.msgpack.encode([msgspec.to_builtins(theirs), "", 0])
+    assert receiver.plane.attach(stranger, described, "receiver") == "memfd"
+    assert not receiver.loans.stands(stranger, owner.loans.lend(7, PAGE))
+
+
+@pytest.mark.parametrize("choice", ["auto", "memfd"])
+def test_pools_that_cannot_be_shared_leave_nothing_open(choice: PlaneChoice) -> None:
+    pool = PoolMemory(address=1 << 20, nbytes=PAGE, num_pages=1, page_bytes=PAGE)
+    before, bell = descriptors("kvmesh-"), Doorbell()
+    if choice == "memfd":
+        with pytest.raises(PlaneError, match="backed by a memfd"):
+            BuiltinPlane([pool], choice=choice, bind_host="127.0.0.1", bell=bell)
+    else:
+        plane = BuiltinPlane([pool], choice=choice, bind_host="127.0.0.1", bell=bell)
+        assert plane.loans is None
+        plane.close()
+    bell.close()
+    assert descriptors("kvmesh-") == before
+
+
 # The words alone.
 
 
@@ -258,7 +294,7 @@ def board() -> Iterator[Board]:
 
 
 def test_a_loan_is_taken_or_taken_back_never_both(board: Board) -> None:
-    """Two readers and the owner at once: each loan has one end."""
+    """Two readers and the owner at once: each loan has one end. That a step is one: tests of the words' kernels."""
     rounds = 300
     start = threading.Barrier(3)
     access = [b""]
@@ -268,7 +304,7 @@ def test_a_loan_is_taken_or_taken_back_never_both(board: Board) -> None:
     def reads(reader: int) -> None:
         for _ in range(rounds):
             start.wait(60)
-            taken[reader].append(board.reader.take(access[0], Receipt(reader, 1, 1, 1)))
+            taken[reader].append(board.reader.take(access[0], Receipt(reader, 1, 1)))
             start.wait(60)
 
     threads = [threading.Thread(target=reads, args=(reader,)) for reader in range(2)]
@@ -301,7 +337,7 @@ def test_the_words_are_as_a_list_of_loans(steps: list[tuple[str, int]]) -> None:
                 read.pop(transfer_id, None)
                 lent[transfer_id] = board.owner.lend(transfer_id)
             elif step == "take":
-                receipt = Receipt(number, number, 0, 2**64 - 1)
+                receipt = Receipt(number, 0, 2**64 - 1)
                 could = transfer_id in lent and transfer_id not in read
                 assert board.reader.take(lent.get(transfer_id, b""), receipt) == could
                 if could:

@@ -21,7 +21,7 @@ from kvmesh.transceiver.lending import MAX_LENT_PAGES, page_sums
 from kvmesh.transceiver.planes.loans import Receipt
 from kvmesh.transceiver.runs import encode_pages, only_pages
 from kvmesh.transceiver.sessions import CANCEL_REPEAT_S
-from kvmesh.transceiver.types import PoolMemory
+from kvmesh.transceiver.types import PeerKey, PoolMemory
 
 Wire = Any
 """tests/unit/transceiver/conftest.py"""
@@ -156,7 +156,7 @@ def test_who_cannot_read_at_once_asks(wire: Wire, why: str) -> None:
     elif why == "nothing lent":
         wire.context_plane.lends = False
     elif why == "no room":
-        wire.context_plane.lend_error = "there are too many grants"
+        wire.context_plane.lend_error = "there are too many loans"
     handoff = wire.offer(7, tokens=tokens)
     if why == "taken back":
         wire.context_plane.lent.clear()
@@ -351,7 +351,7 @@ def another_reads(wire: Wire, transfer_id: int = 7, *, num_pages: int = 4) -> No
     """A receiver that this owner does not know takes a loan."""
     assert transfer_id in wire.context_plane.lent
     assert transfer_id not in wire.context_plane.receipts
-    wire.context_plane.receipts[transfer_id] = Receipt(1, 9, num_pages, 256 * num_pages)
+    wire.context_plane.receipts[transfer_id] = Receipt(1, num_pages, 256 * num_pages)
 
 
 @pytest.mark.parametrize("look", ["never", "before it asks"])
@@ -417,7 +417,7 @@ def test_no_more_counts_as_read_than_was_lent(wire: Wire, said: int, counted: in
     assert after == (before[0] + counted, before[1] + 256 * counted)
 
 
-@pytest.mark.parametrize("how", ["cancel", "deadline", "declined", "pages are short", "asked for again"])
+@pytest.mark.parametrize("how", ["cancel", "deadline", "late look", "declined", "pages are short", "asked for again"])
 def test_what_was_read_before_is_completed(wire: Wire, how: str) -> None:
     """Whatever the owner would have done next with a session that it took for unread."""
     handoff = wire.offer(7)
@@ -428,6 +428,8 @@ def test_what_was_read_before_is_completed(wire: Wire, how: str) -> None:
     elif how == "deadline":
         wire.clock.advance(61)
         assert wire.sender.sweep() == []
+    elif how == "late look":
+        wire.clock.advance(61)
     elif how == "declined":
         wire.receiver.decline(7, handoff)
         wire.pump()
@@ -440,8 +442,37 @@ def test_what_was_read_before_is_completed(wire: Wire, how: str) -> None:
         wire.pump()
     ended = wire.sender.poll(0)
     assert (ended.completed, ended.timed_out) == ([7], [])
+    assert wire.sender.table.counters.timed_out == 0
+    assert wire.states("context", 7) == ["registered", "completed"]
     assert wire.leases["context", 7].released == 1
     assert wire.context_plane.lent == {}
+
+
+def test_the_loser_of_two_is_answered_whoever_s_receipt_it_is(wire: Wire) -> None:
+    """It has written its own last; its request comes before the owner has collected the end."""
+    handoff = wire.offer(7)
+    mine = Receipt(PeerKey("generation", 1).number, 4, 4 * 256)
+    wire.generation_plane.during = lambda: wire.context_plane.receipts.__setitem__(7, mine)
+    wire.ask(7, handoff)
+    wire.generation_plane.during = lambda: None
+    wire.sender.sweep()
+    wire.pump()
+    assert wire.receiver.poll(0).failed[0].code == "ticket_replayed"
+    assert wire.sender.poll(0).completed == [7]
+
+
+def test_who_looks_need_not_be_woken(wire: Wire) -> None:
+    """Whoever else finds a loan read wakes the executor, whose poll collects it."""
+    rung: list[None] = []
+    wire.offer(7)
+    wire.offer(8)
+    wire.waiter.notify = lambda _changed: rung.append(None)
+    another_reads(wire, 7)
+    assert wire.sender.poll(0).completed == [7]
+    assert rung == []
+    another_reads(wire, 8)
+    wire.sender.peer_dead("another", 1)
+    assert rung == [None]
 
 
 def test_an_end_of_one_transfer_waits_for_no_other(wire: Wire) -> None:

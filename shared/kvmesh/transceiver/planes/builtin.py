@@ -57,17 +57,26 @@ class BuiltinPlane:
     ) -> None:
         if any(pool.device != "cpu" for pool in pools):
             raise PlaneError("the built-in plane moves host memory; use cache_transceiver_config.backend NIXL on CUDA")
+        is_shared = choice != "tcp" and all(pool.fd is not None for pool in pools)
+        if choice == "memfd" and not is_shared:
+            raise PlaneError("transfer_plane memfd needs pools backed by a memfd; use auto or tcp")
         self._pools = tuple(pools)
         self._choice = choice
-        self._board = GrantBoard() if choice != "tcp" else None
-        lent = LoanBoard() if choice != "tcp" and bell is not None else None
-        self._memfd = None if self._board is None else describe_pools(pools, self._board, lent, bell)
-        if choice == "memfd" and self._memfd is None:
-            raise PlaneError("transfer_plane memfd needs pools backed by a memfd; use auto or tcp")
-        self._server = PageServer(self._pools, bind_host=bind_host) if choice != "memfd" else None
         self._lock = threading.Lock()
         self._attached: dict[PeerKey, MappedPools | PageClient] = {}
-        self._loans = None if lent is None or self._memfd is None else _SharedLoans(lent, self._attached)
+        self._server = PageServer(self._pools, bind_host=bind_host) if choice != "memfd" else None
+        self._board: GrantBoard | None = None
+        self._loans: _SharedLoans | None = None
+        self._memfd: MemfdDescriptor | None = None
+        if is_shared:
+            try:
+                self._board = GrantBoard()
+                self._loans = None if bell is None else _SharedLoans(LoanBoard(), self._attached)
+                lent = None if self._loans is None else self._loans.board
+                self._memfd = describe_pools(pools, self._board, lent, bell)
+            except PlaneError:
+                self.close()
+                raise
 
     @property
     def loans(self) -> Loans | None:

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from kvmesh.kernels import ops
 from kvmesh.net.doorbell import BellRope, BellSign, Doorbell
 from kvmesh.net.faults import fault_point
+from kvmesh.telemetry import get_logger
 from kvmesh.transceiver.liveness import ProcessIdentity
 from kvmesh.transceiver.planes.base import MoveJob, Part, PlaneError, Sums
 from kvmesh.transceiver.planes.grant_words import GRANT_BYTES, GrantBoard, check_grant
-from kvmesh.transceiver.planes.loan_words import LoanBoard, LoanWords
+from kvmesh.transceiver.planes.loan_words import SLOT_BYTES, LoanBoard, LoanWords
 from kvmesh.transceiver.planes.loans import Receipt
 from kvmesh.transceiver.planes.pieces import check_remote, piece_slices
 from kvmesh.transceiver.types import PoolMemory
@@ -184,14 +185,19 @@ class _Lender(NamedTuple):
 
 
 def _lender(descriptor: MemfdDescriptor) -> _Lender | None:
-    """None where nothing is lent, or could be told."""
+    """None where nothing is lent, or could be told: then pages are asked for."""
     if descriptor.loans is None or descriptor.bell is None:
+        return None
+    log = get_logger("transceiver.builtin")
+    if descriptor.loans.page_bytes != SLOT_BYTES:
+        log.info("nothing can be read on loan", reason=f"words in slots of {descriptor.loans.page_bytes} bytes")
         return None
     pid = descriptor.process.pid
     try:
         words = map_pool(pid, descriptor.loans, writable=True).data.cast("Q")
         return _Lender(LoanWords(words), BellRope(pid, descriptor.bell))
-    except (OSError, PlaneError):
+    except (OSError, PlaneError) as error:
+        log.info("nothing can be read on loan", reason=str(error))
         return None
 
 

@@ -19,16 +19,16 @@ from kvmesh.kernels.shared_words import compare_exchange_word, exchange_word
 from kvmesh.transceiver.planes.base import PlaneError
 from kvmesh.transceiver.planes.loans import Receipt
 
-__all__ = ["LoanBoard", "LoanWords"]
+__all__ = ["SLOT_BYTES", "LoanBoard", "LoanWords"]
 
 NUM_SLOTS: Final = 1 << 16
 """Loans at a time, far above the requests that an engine admits; memory that is never used is never allocated."""
 SLOT_BYTES: Final = 64
-"""A cache line, so that neighbours do not wait for each other: the word, and the four of a receipt."""
+"""A cache line, so that neighbours do not wait for each other: the word, and the three of a receipt."""
 
 _WORDS: Final = SLOT_BYTES // 8
 _ACCESS: Final = struct.Struct("<QQ")
-_RECEIPT: Final = struct.Struct("@4Q")
+_RECEIPT: Final = struct.Struct("@3Q")
 _TAKEN: Final = 1 << 63
 
 
@@ -84,9 +84,8 @@ class LoanBoard:
             found: list[tuple[int, Receipt]] = []
             for slot in np.flatnonzero(self._standing[: self._num_used] >= _TAKEN).tolist():
                 # What no loan has put there is nobody's.
-                if (transfer_id := self._transfers.get(slot)) is not None:
-                    receipt = self._take_back(transfer_id)
-                    assert receipt is not None
+                transfer_id = self._transfers.get(slot)
+                if transfer_id is not None and (receipt := self._take_back(transfer_id)) is not None:
                     found.append((transfer_id, receipt))
             return found
 

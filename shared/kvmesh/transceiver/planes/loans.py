@@ -16,12 +16,10 @@ __all__ = ["Loans", "Receipt"]
 
 
 class Receipt(NamedTuple):
-    """What a reader leaves with the owner."""
+    """What a reader leaves with the owner, for its records: of two who read at once it may be the other one's."""
 
     reader: int
     """:attr:`PeerKey.number` of the reader."""
-    session: int
-    """The reader's number of its session."""
     num_pages: int
     num_bytes: int
 
