@@ -128,8 +128,8 @@ class Core {
   bool place(Source& source, const Run& run);
   void hold_run(Source& source, uint32_t tree, uint32_t parent, const Run& run, Chunk& chunk);
   void hold_chunk(Source& source, uint32_t tree, uint32_t* parent, const Run& run, Chunk& chunk);
-  size_t hold_new(Held& held, uint32_t tree, uint32_t* parent, const Chunk& chunk, size_t begin, Plain* plain);
-  size_t hold_known(Source& source, Held& held, uint32_t tree, uint32_t last, const Chunk& chunk, size_t begin,
+  size_t hold_new(Held& held, uint32_t tree, uint32_t* parent, Chunk& chunk, size_t begin, Plain* plain);
+  size_t hold_known(Source& source, Held& held, uint32_t tree, uint32_t last, Chunk& chunk, size_t begin,
                     Plain* plain);
   void adopted(Source& source, const uint64_t* hashes, size_t count, std::vector<Work>& waiting);
   void park(Source& source, const Run& run);

@@ -6,12 +6,6 @@
 #include "index_plain.h"
 
 namespace kvmesh::index {
-namespace {
-
-constexpr size_t kAhead = 8;  // blocks from one whose slot has been fetched to one whose slot is needed
-
-}  // namespace
-
 void Core::hold_run(Source& source, uint32_t tree, uint32_t parent, const Run& run, Chunk& chunk) {
   const bool rooted = parent == kNone;
   uint64_t key = rooted ? 0 : nodes[parent].key;
@@ -39,7 +33,8 @@ void Core::hold_run(Source& source, uint32_t tree, uint32_t parent, const Run& r
 void Core::hold_chunk(Source& source, uint32_t tree, uint32_t* parent, const Run& run, Chunk& chunk) {
   Held& held = source.tables[run.tier];
   const size_t count = chunk.count;
-  size_t tagged = chunk.find_keys(nodes, held, tree, *parent), duplicates = 0;
+  size_t duplicates = 0;
+  chunk.begin(nodes, held, tree, *parent);
   Status above = *parent == kNone ? kRoot : status(*parent, source);
   Step step;
   Plain plain{states, counters, step, 1};
@@ -63,26 +58,21 @@ void Core::hold_chunk(Source& source, uint32_t tree, uint32_t* parent, const Run
     Table::Place node_free{}, held_free{};
     // A chain mostly lies in the order in which it came.
     uint32_t node = kNone;
-    if (last != kNone && nodes.is(last + 1, tree, chunk.keys[i])) {
+    if (last != kNone && nodes.is(last + 1, tree, chunk.key(i))) {
       node = last + 1;
     } else {
-      if (tagged <= i) {
-        chunk.fetch_slots(nodes, tree, i);
-        tagged = count;
-      }
-      node = nodes.find_tagged(chunk.node_tags[i], tree, chunk.keys[i], &node_free);
+      chunk.tag(nodes, tree, i);
+      node = nodes.find_tagged(chunk.node_tags[i], tree, chunk.key(i), &node_free);
     }
-    below_new = node == kNone;
-    if (below_new) {
-      node = nodes.add_at(node_free, chunk.node_tags[i], tree, chunk.keys[i], *parent);
+    if (node == kNone) {
+      node = nodes.add_at(node_free, chunk.node_tags[i], tree, chunk.key(i), *parent);
+      if (!below_new) chunk.expect_new(nodes, tree, i);
       last = kNone;
-      if (tagged < count) {
-        chunk.fetch_slots(nodes, tree, i + 1);
-        tagged = count;
-      }
+      below_new = true;
     } else {
       if (last == kNone) nodes.prefetch_from(node, count - i);
       last = node;
+      below_new = false;
     }
     const uint64_t hash = chunk.hashes[i];
     const uint32_t at = held.find_tagged(chunk.held_tags[i], hash, &held_free);
@@ -135,7 +125,7 @@ void Core::hold_chunk(Source& source, uint32_t tree, uint32_t* parent, const Run
 
 // Blocks from `begin` on, below a node that is new: so these are mostly new, too. Up to one whose hash the source may
 // have given to other tokens, or whose node may be there: who chooses the tokens can choose keys that come again. How many.
-size_t Core::hold_new(Held& held, uint32_t tree, uint32_t* parent, const Chunk& chunk, size_t begin, Plain* plain) {
+size_t Core::hold_new(Held& held, uint32_t tree, uint32_t* parent, Chunk& chunk, size_t begin, Plain* plain) {
   Nodes::Adding adding(nodes, tree, plain->step.to);
   Held::Appending appending(held);
   const size_t last = chunk.count - 1;
@@ -143,10 +133,13 @@ size_t Core::hold_new(Held& held, uint32_t tree, uint32_t* parent, const Chunk& 
   uint32_t node = *parent;
   size_t i = begin;
   for (; i <= last; ++i) {
-    adding.filling.prefetch_spill(chunk.node_tags[std::min(i + kAhead, last)]);
+    chunk.tag_up_to(nodes, tree, i + 2 * Chunk::kAhead);
+    const size_t ahead = std::min(i + Chunk::kAhead, last);
+    adding.filling.prefetch_spill(chunk.node_tags[ahead]);
+    appending.filling.prefetch_spill(chunk.held_tags[ahead]);
     const uint32_t node_tag = chunk.node_tags[i], held_tag = chunk.held_tags[i];
     if (!(adding.filling.find(node_tag) & appending.filling.find(held_tag))) break;
-    node = adding.add(node_tag, chunk.keys[i], node);
+    node = adding.add(node_tag, chunk.key(i), node);
     const uint64_t hash = chunk.hashes[i];
     appending.append(held_tag, hash, node);
     sum += mixed(hash);
@@ -158,14 +151,15 @@ size_t Core::hold_new(Held& held, uint32_t tree, uint32_t* parent, const Chunk& 
 
 // Blocks from `begin` on whose nodes are there and follow `last`, as those of a chain that came at once do, with what
 // the step changes. How many.
-size_t Core::hold_known(Source& source, Held& held, uint32_t tree, uint32_t last, const Chunk& chunk, size_t begin,
+size_t Core::hold_known(Source& source, Held& held, uint32_t tree, uint32_t last, Chunk& chunk, size_t begin,
                         Plain* plain) {
   Held::Appending appending(held);
   const Step step = plain->step;
   const bool any_child = !step.changes_ready || source.unready == 0;
   uint64_t sum = 0;
   size_t i = begin;
-  for (; i < chunk.count && nodes.is(last + 1, tree, chunk.keys[i]); ++i) {
+  for (; i < chunk.count && nodes.is(last + 1, tree, chunk.key(i)); ++i) {
+    appending.filling.prefetch_spill(chunk.held_tags[std::min(i + Chunk::kAhead, chunk.count - 1)]);
     Node& node = nodes[last + 1];
     const uint32_t tag = chunk.held_tags[i];
     if (node.state != step.from || !(any_child || node.first_child == kNone) || !appending.filling.find(tag)) break;

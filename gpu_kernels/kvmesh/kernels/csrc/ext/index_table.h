@@ -35,7 +35,7 @@ inline uint32_t tag_of(uint64_t key) { return tag_of(key, secret_multiplier()); 
 class Table {
   static constexpr uint32_t kWidth = 8;
   static constexpr size_t kSpill = 8;
-  static constexpr uint8_t kManyPassed = UINT8_MAX;
+  static constexpr uint8_t kManyPassed = 128;
 
   // Entries without gaps, then numbers kNone.
   struct alignas(kLineBytes) Line {
@@ -183,8 +183,8 @@ class Table {
       passed_home_ = passed_ + home;
       line_ = lines_ + home + passes_;
       slot_ = line_->used();
-      return (Line::have(*first, *line_, tag) | passed_home_[passes_] | slot_ / kWidth |
-              (*passed_home_ == kManyPassed)) == 0;
+      return (Line::have(*first, *line_, tag) | passed_home_[passes_] | (slot_ & kWidth) |
+              (*passed_home_ & kManyPassed)) == 0;
     }
     // Inserts it there.
     void put(uint32_t tag, uint32_t number) {
