@@ -77,7 +77,7 @@ def leg_of(params: DisaggregatedParams | None, role: WorkerRole) -> Leg:
                 "This is a generation server: it does not serve request_type 'context_only'.",
                 param="disaggregated_params.request_type",
             )
-        return Leg("context", _request_id(params), generation_first=generation_first)
+        return Leg("context", _request_id(params, made_by_caller=True), generation_first=generation_first)
     if role == "context":
         raise bad_request(
             "This is a context server: it does not serve request_type 'generation_only'.",
@@ -134,7 +134,8 @@ def _early_generation_leg(params: DisaggregatedParams) -> Leg:
         ) from None
     if not address:
         raise bad_request("'encoded_opaque_state' is empty.", param="disaggregated_params.encoded_opaque_state")
-    return Leg("generation", _request_id(params), generation_first=True, ctx_address=address)
+    request_id = _request_id(params, made_by_caller=True)
+    return Leg("generation", request_id, generation_first=True, ctx_address=address)
 
 
 def _generation_leg(params: DisaggregatedParams) -> Leg:
@@ -159,7 +160,7 @@ def _generation_leg(params: DisaggregatedParams) -> Leg:
         )
     return Leg(
         "generation",
-        _request_id(params),
+        _request_id(params, made_by_caller=False),
         tuple(params.first_gen_tokens),
         tuple(_logprob(entry) for entry in params.first_gen_log_probs or ()),
         handoff,
@@ -168,9 +169,18 @@ def _generation_leg(params: DisaggregatedParams) -> Leg:
     )
 
 
-def _request_id(params: DisaggregatedParams) -> int:
-    """The transfer's key: the context server's id where there is one, else the mesh-wide id."""
+def _request_id(params: DisaggregatedParams, *, made_by_caller: bool) -> int:
+    """The transfer's key: the context server's id where there is one, else the mesh-wide id.
+
+    ``made_by_caller``: there is no context server's answer yet that it could come from.
+    """
     found = params.ctx_request_id if params.ctx_request_id is not None else params.disagg_request_id
+    if found is None and made_by_caller:
+        raise bad_request(
+            "'disagg_request_id' is missing; choose a positive 63-bit integer, the same for both legs of this request "
+            "and for no other.",
+            param="disaggregated_params.disagg_request_id",
+        )
     if found is None:
         raise _missing("disagg_request_id")
     if not 0 < found <= MAX_REQUEST_ID:

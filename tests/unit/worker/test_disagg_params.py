@@ -48,9 +48,26 @@ def test_ids_are_positive_63_bit_integers(wrong: int) -> None:
     assert caught.value.status == 400
 
 
-def test_a_leg_without_any_id_names_what_is_missing() -> None:
-    with pytest.raises(ApiError, match="disagg_request_id"):
-        leg_of(params(), "context")
+@pytest.mark.parametrize(
+    ("fields", "source"),
+    [
+        ({"request_type": "context_only"}, "choose a positive 63-bit integer"),
+        ({"request_type": "context_only", "schedule_style": 1}, "choose a positive 63-bit integer"),
+        (
+            {"request_type": "generation_only", "schedule_style": 1, "encoded_opaque_state": HANDOFF},
+            "choose a positive 63-bit integer",
+        ),
+        (
+            {"request_type": "generation_only", "first_gen_tokens": [1], "encoded_opaque_state": HANDOFF},
+            "it comes from the context server's answer",
+        ),
+    ],
+)
+def test_a_leg_without_any_id_is_told_where_it_comes_from(fields: dict[str, Any], source: str) -> None:
+    """Only a generation leg that follows its context leg has an answer to take it from."""
+    with pytest.raises(ApiError, match=f"'disagg_request_id' is missing; {source}") as caught:
+        leg_of(DisaggregatedParams(**fields), "both")
+    assert (caught.value.status, caught.value.param) == (400, "disaggregated_params.disagg_request_id")
 
 
 @pytest.mark.parametrize(("style", "generation_first"), [(None, False), (0, False), (1, True)])
