@@ -120,10 +120,7 @@ class SenderSide:
 
     def sweep(self) -> list[int]:
         """Sessions that have become overdue since the last sweep, each once."""
-        with self.table.lock:
-            with self.table.looking():
-                self._lending.look()
-            return self.table.sweep()
+        return self.table.sweep_after(self._lending.look)
 
     def cancel(self, transfer_id: int) -> bool:
         """Cancel; True once nothing reads the pages (also for transfers that are not open)."""

@@ -8,10 +8,9 @@ the executor calls on its own thread; everything else may be called from any thr
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, ParamSpec, TypeVar
 
 from kvmesh.protocol.transfer import TransferState
 from kvmesh.telemetry import get_logger
@@ -24,6 +23,8 @@ from kvmesh.transceiver.types import TransferFailure, TransferPoll
 __all__ = ["Counters", "DuplicateTransferError", "SessionTable"]
 
 S = TypeVar("S", bound=Session)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _OUTCOMES: dict[SessionState, TransferState] = {
     SessionState.FULLY_TRANSFERRED: "completed",
@@ -118,14 +119,11 @@ class SessionTable(Generic[S]):
         if not self._looking:
             self._engine.waiter.notify(self.changed)
 
-    @contextmanager
-    def looking(self) -> Iterator[None]:
-        """Within the block it is the executor that changes sessions, and collects what has ended (under the lock)."""
-        self._looking = True
-        try:
-            yield
-        finally:
-            self._looking = False
+    def sweep_after(self, look: Callable[[], None]) -> list[int]:
+        """:meth:`sweep`, after the executor's own look at what has become of its sessions."""
+        with self.lock:
+            self._look(look)
+            return self.sweep()
 
     def fail(self, session: S, status: Status, http_status: int, code: str, message: str) -> None:
         """Set a session's status because of an error; a session that has ended keeps its end."""
@@ -157,8 +155,7 @@ class SessionTable(Generic[S]):
                 now_s = self._engine.clock.monotonic_s()
                 # Ended sessions are collected first: at the exact deadline an end that was seen wins.
                 self._collect(poll)
-                with self.looking():
-                    due_s = on_pass(poll, now_s)
+                due_s = self._look(on_pass, poll, now_s)
                 if self.open:
                     self._collect(poll)
                 if poll.settled >= target or now_s >= end_s or not undisturbed:
@@ -205,6 +202,14 @@ class SessionTable(Generic[S]):
             while self.open:
                 self.open.popitem()[1].lease.release()
             self.quarantine.release_all()
+
+    def _look(self, look: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Have the executor change sessions, which collects what has ended next: nobody has to wake it."""
+        self._looking = True
+        try:
+            return look(*args, **kwargs)
+        finally:
+            self._looking = False
 
     def _release(self) -> None:
         if self.quarantine:

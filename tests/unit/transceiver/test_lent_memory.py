@@ -20,7 +20,7 @@ from kvmesh.net.faults import injected
 from kvmesh.transceiver.integrity import PageChecksums
 from kvmesh.transceiver.planes.base import Part, PlaneError
 from kvmesh.transceiver.planes.builtin import LENT_BYTES, BuiltinPlane, PlaneChoice
-from kvmesh.transceiver.planes.loan_words import NUM_SLOTS, LoanBoard, LoanWords
+from kvmesh.transceiver.planes.loan_words import MANY_LOANS, NUM_SLOTS, LoanBoard, LoanWords
 from kvmesh.transceiver.planes.loans import Loans, Receipt
 from kvmesh.transceiver.types import PeerKey, PoolMemory
 
@@ -355,12 +355,17 @@ def test_the_words_are_as_a_list_of_loans(steps: list[tuple[str, int]]) -> None:
         board.owner.close()
 
 
-def test_words_that_nobody_put_up_are_nobodys(board: Board) -> None:
+@pytest.mark.parametrize("others", [0, MANY_LOANS])
+def test_words_that_nobody_put_up_are_nobodys(board: Board, others: int) -> None:
     access = board.owner.lend(7)
+    for transfer_id in range(100, 100 + others):
+        board.owner.lend(transfer_id)
     words = board.owner._words
-    words[8 * 5] = words[8 * NUM_SLOTS - 8] = 2**64 - 1
+    words[8 * 50] = words[8 * NUM_SLOTS - 8] = 2**64 - 1
     assert board.owner.taken() == []
     assert board.reader.stands(access)
+    assert board.reader.take(access, RECEIPT)
+    assert board.owner.taken() == [(7, RECEIPT)]
 
 
 def test_there_are_not_more_loans_than_words(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
