@@ -17,7 +17,7 @@ from rich.markup import escape
 from kvmesh.cli.console import Progress, print_ready, say_line
 from kvmesh.cli.logs import LogFollower
 from kvmesh.cli.parent import SUPERVISOR_PID_VARIABLE
-from kvmesh.cli.plan import ChildPlan, MeshPlan, with_free_event_ports
+from kvmesh.cli.plan import ChildPlan, MeshPlan, event_ports, event_ports_are_free, with_free_event_ports
 from kvmesh.cli.ports import PortPicker
 from kvmesh.cli.readiness import Waiting, ask_first_question, wait_until_ready, why_not_ready
 from kvmesh.cli.rundir import MeshState, ProcessState, RunDir, start_ticks
@@ -73,7 +73,7 @@ async def run_mesh(
     """
     # A short path of its own: a socket's path is limited to 107 bytes, and nothing may be left behind.
     with tempfile.TemporaryDirectory(prefix="kvmesh-", ignore_cleanup_errors=True) as temp_dir:
-        children = [_Settled(child, settings, ports, run_dir, secret).prepare() for child in plan.children]
+        children = [_Settled(child, settings, ports, run_dir, secret, console).prepare() for child in plan.children]
         mesh = Mesh(settings, plan, children, _environment(secret, temp_dir), temp_dir, run_dir, console, progress)
         with anyio.open_signal_receiver(*_END_SIGNALS) as signals:
             async with anyio.create_task_group() as tasks:
@@ -206,11 +206,14 @@ class Mesh:
 class _Settled:
     """A child's settings in its file."""
 
-    def __init__(self, plan: ChildPlan, mesh: MeshSettings, ports: PortPicker, run_dir: RunDir, secret: str) -> None:
+    def __init__(
+        self, plan: ChildPlan, mesh: MeshSettings, ports: PortPicker, run_dir: RunDir, secret: str, console: Console
+    ) -> None:
         self._plan = plan
         self._mesh = mesh
         self._ports = ports
         self._secret = secret
+        self._console = console
         self._config = run_dir.configs / f"{plan.name}.yaml"
         self._log = run_dir.log_of(plan.name)
 
@@ -219,12 +222,20 @@ class _Settled:
         self._write()
         self._log.unlink(missing_ok=True)
         argv = [*PROGRAM, self._plan.command, "--config", str(self._config)]
-        return Child(self._plan.name, argv, self._log, self._plan.stop_rank, self._renew)
+        return Child(self._plan.name, argv, self._log, self._plan.stop_rank, self._renew, self._released)
+
+    def _released(self) -> bool:
+        return event_ports_are_free(self._plan, self._ports)
 
     def _renew(self) -> bool:
         plan = with_free_event_ports(self._mesh, self._plan, self._ports)
         if plan is self._plan:
             return False
+        before, after = event_ports(self._plan), event_ports(plan)
+        moved = ", ".join(f"{before[field]} is now {after[field]}" for field in before if before[field] != after[field])
+        self._console.print(
+            f"[yellow]event ports of {escape(plan.name)} are taken:[/] {moved}", highlight=False, soft_wrap=True
+        )
         self._plan = plan
         self._write()
         return True

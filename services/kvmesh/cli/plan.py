@@ -15,7 +15,15 @@ from kvmesh.config.endpoints import tcp_port, with_tcp_port
 from kvmesh.config.mesh_plan import plan_mesh as plan_settings
 from kvmesh.config.service import ServiceSettings
 
-__all__ = ["ChildPlan", "Machine", "MeshPlan", "plan_mesh", "with_free_event_ports"]
+__all__ = [
+    "ChildPlan",
+    "Machine",
+    "MeshPlan",
+    "event_ports",
+    "event_ports_are_free",
+    "plan_mesh",
+    "with_free_event_ports",
+]
 
 CACHE_SHARE = 0.25
 """Part of the free memory that all KV caches together may take on a machine that people also work on."""
@@ -93,6 +101,22 @@ def plan_mesh(mesh: MeshSettings, machine: Machine, ports: PortPicker, cluster_s
     )
 
 
+def event_ports(child: ChildPlan) -> dict[str, int]:
+    """First port of each event endpoint of a worker, by field; without those that are no TCP ports."""
+    worker = child.settings
+    if not isinstance(worker, WorkerSettings) or (events := worker.kv_cache_config.kv_events_config) is None:
+        return {}
+    endpoints: dict[str, str | None] = {field: getattr(events, field) for field in _EVENT_PORTS}
+    ports = {field: tcp_port(endpoint) for field, endpoint in endpoints.items() if endpoint is not None}
+    return {field: port for field, port in ports.items() if port is not None}
+
+
+def event_ports_are_free(child: ChildPlan, ports: PortPicker) -> bool:
+    """Whether a worker that does not run could bind its event ports, those of all its ranks."""
+    count = child.settings.dp_size if isinstance(child.settings, WorkerSettings) else 0
+    return all(ports.are_free(LOOPBACK, first, count) for first in event_ports(child).values())
+
+
 def with_free_event_ports(mesh: MeshSettings, child: ChildPlan, ports: PortPicker) -> ChildPlan:
     """A worker that does not run, with other event ports for those that somebody has taken since they were planned.
 
@@ -108,13 +132,11 @@ def with_free_event_ports(mesh: MeshSettings, child: ChildPlan, ports: PortPicke
     own = _section(mesh, worker).kv_cache_config.kv_events_config
     stated = frozenset[str]() if own is None else own.model_fields_set
     moved: dict[str, str] = {}
-    for field, setting in _EVENT_PORTS.items():
-        endpoint: str | None = getattr(events, field)
-        port = tcp_port(endpoint) if endpoint is not None else None
-        if field in stated or endpoint is None or port is None or setting in mesh.model_fields_set:
+    for field, port in event_ports(child).items():
+        if field in stated or _EVENT_PORTS[field] in mesh.model_fields_set:
             continue
         if (other := ports.repick(LOOPBACK, port, worker.dp_size)) != port:
-            moved[field] = with_tcp_port(endpoint, other)
+            moved[field] = with_tcp_port(getattr(events, field), other)
     if not moved:
         return child
     cache = worker.kv_cache_config.model_copy(update={"kv_events_config": events.model_copy(update=moved)})

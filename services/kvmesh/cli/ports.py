@@ -83,10 +83,14 @@ class PortPicker:
             RuntimeError: none was found.
         """
         run = range(first, first + count)
-        if all(self._free(host, port) for port in run):
+        if self.are_free(host, first, count):
             return first
         self._picked.difference_update((host, port) for port in run)
         return self.pick_run(host, count, 0)
+
+    def are_free(self, host: str, first: int, count: int = 1) -> bool:
+        """Whether ``count`` consecutive ports can be bound now, given out or not."""
+        return all(self._free(host, port) for port in range(first, first + count))
 
     def lost(self) -> list[int]:
         """The ports picked here (not those claimed) that somebody holds; asked when none of ours runs."""

@@ -20,7 +20,7 @@ from anyio.abc import Process, TaskGroup
 from kvmesh.cli.rundir import ProcessState, start_ticks
 from kvmesh.net.clock import Clock, SystemClock
 
-__all__ = ["USER_ERROR", "Child", "ChildEvent", "StartFailedError", "Supervisor"]
+__all__ = ["RELEASE_S", "USER_ERROR", "Child", "ChildEvent", "StartFailedError", "Supervisor"]
 
 STABLE_S = 30.0
 """A child that lived this long starts the back-off anew when it dies."""
@@ -35,6 +35,12 @@ KILL_AFTER_S = 5.0
 """On top of the drain time: a child that has not ended by then is killed."""
 
 
+RELEASE_S = 5.0
+"""Longest wait for what a killed child has left behind to let go of what the next life needs."""
+
+RELEASE_POLL_S = 0.05
+
+
 class Child(NamedTuple):
     """What to run."""
 
@@ -45,6 +51,8 @@ class Child(NamedTuple):
     """Lower ranks stop first."""
     renew: Callable[[], bool] | None = None
     """Called before it is started again: whether its settings have changed, so that it may start now."""
+    released: Callable[[], bool] | None = None
+    """Whether what it needs from the machine is free; waited for, up to :data:`RELEASE_S`, before ``renew``."""
 
 
 class ChildEvent(NamedTuple):
@@ -165,17 +173,30 @@ class Supervisor:
             if self._stopping.is_set():
                 return
             deaths += 1
-            renewed = child.renew is not None and child.renew()
-            hopeless = status == USER_ERROR and not renewed
-            if not self._ready and (hopeless or deaths >= START_ATTEMPTS):
+            refused = status == USER_ERROR
+            # It said so itself, after ending what it had started: nothing of its own is waited for.
+            renewed = refused and child.renew is not None and child.renew()
+            if not self._ready and ((refused and not renewed) or deaths >= START_ATTEMPTS):
                 raise StartFailedError(child.name, status, child.log)
             if self._clock.monotonic_s() - started_s >= STABLE_S:
                 backoff_s = self._backoff_s
             self._on_event(ChildEvent(child.name, "died", 0, status, backoff_s))
             await self._pause(backoff_s)
+            if not refused:
+                await self._released(child)
+                if child.renew is not None and not self._stopping.is_set():
+                    child.renew()
             backoff_s = min(backoff_s * 2, self._backoff_max_s)
-            # With other settings it is another start, not one more of what failed.
+            # Refused and now with other settings it is another start, not one more of what failed.
             self._restarts[child.name] += not renewed
+
+    async def _released(self, child: Child) -> None:
+        """Give what a killed child has left behind the time to end."""
+        if child.released is None:
+            return
+        end_s = self._clock.monotonic_s() + RELEASE_S
+        while not child.released() and self._clock.monotonic_s() < end_s and not self._stopping.is_set():
+            await self._pause(RELEASE_POLL_S)
 
     async def _pause(self, seconds: float) -> None:
         """Sleep, but no longer than until the end."""

@@ -1,10 +1,25 @@
 from __future__ import annotations
 
+import io
+
 import pytest
+import yaml
+from rich.console import Console
 
 from kvmesh.cli.errors import UserError
-from kvmesh.cli.plan import LEAST_CACHE_BYTES, MOST_CACHE_BYTES, Machine, MeshPlan, plan_mesh, with_free_event_ports
+from kvmesh.cli.mesh import _Settled
+from kvmesh.cli.plan import (
+    LEAST_CACHE_BYTES,
+    MOST_CACHE_BYTES,
+    Machine,
+    MeshPlan,
+    event_ports,
+    event_ports_are_free,
+    plan_mesh,
+    with_free_event_ports,
+)
 from kvmesh.cli.ports import HIGHEST, LOWEST, PortPicker
+from kvmesh.cli.rundir import RunDir
 from kvmesh.config import MeshSettings, WorkerSettings
 
 MACHINE = Machine(cores=4, free_memory_bytes=8 << 30)
@@ -157,6 +172,45 @@ def test_event_ports_lost_since_the_plan_move_unless_the_user_named_them(setting
     assert (renewed is worker) == (not moves)
     for field in moves:
         assert LOWEST <= int(getattr(after, field).rpartition(":")[2]) < HIGHEST
+
+
+def test_event_ports_are_free_when_those_of_every_rank_are():
+    taken: set[int] = set()
+    ports = PortPicker(free=lambda _host, port: port not in taken, seed=1)
+    ranks = WorkerSettings(enable_attention_dp=True, tensor_parallel_size=2)
+    planned = {child.name: child for child in plan_mesh(MeshSettings(context=ranks), MACHINE, ports, "s").children}
+    assert event_ports(planned["context-0"]) == {"endpoint": 5557, "replay_endpoint": 5657}
+    assert event_ports(planned["router"]) == {}
+    for held, free in ((set(), True), ({5558}, False), ({5658}, False), ({5559}, True)):
+        taken.clear()
+        taken.update(held)
+        assert event_ports_are_free(planned["context-0"], ports) is free
+        assert event_ports_are_free(planned["router"], ports)
+
+
+@pytest.mark.parametrize("taken", [set(), {5557}, {5557, 5657}])
+def test_event_ports_that_move_are_told_on_the_console(tmp_path, taken):
+    held: set[int] = set()
+    ports = PortPicker(free=lambda _host, port: port not in held, seed=1)
+    planned = plan_mesh(MeshSettings(), MACHINE, ports, "secret")
+    worker = next(child for child in planned.children if child.name == "context-0")
+    run_dir = RunDir(tmp_path)
+    run_dir.prepare()
+    run_dir.configs.mkdir()
+    console = Console(file=io.StringIO(), width=20)
+    child = _Settled(worker, MeshSettings(), ports, run_dir, "secret", console).prepare()
+    held |= taken
+    assert child.released() is not bool(taken)
+    assert child.renew() is bool(taken)
+    written = yaml.safe_load((run_dir.configs / "context-0.yaml").read_text())
+    events = written["kv_cache_config"]["kv_events_config"]
+    now = [int(events[field].rpartition(":")[2]) for field in ("endpoint", "replay_endpoint")]
+    moved = [f"{old} is now {new}" for old, new in zip((5557, 5657), now, strict=True) if old in taken]
+    assert [new for new in now if new not in (5557, 5657)] == now[: len(moved)]
+    told = f"event ports of context-0 are taken: {', '.join(moved)}\n" if moved else ""
+    assert console.file.getvalue() == told
+    assert child.released()
+    assert not child.renew(), "once is enough"
 
 
 def test_a_picker_knows_what_it_picked_and_lost():

@@ -14,7 +14,8 @@ import pytest
 from waiting import until
 
 from kvmesh.cli.rundir import start_ticks
-from kvmesh.cli.supervisor import StartFailedError
+from kvmesh.cli.supervisor import RELEASE_S, StartFailedError
+from kvmesh.net.clock import ManualClock, SystemClock
 
 SLEEPER = """
     import os, pathlib, signal, sys, time
@@ -128,6 +129,87 @@ async def test_a_child_whose_settings_were_renewed_is_tried_again(family):
         await until(lambda: len(family.happened("started", "child")) == 2)
         assert [state.restarts for state in supervisor.processes()] == [0], "nothing that worked has failed"
     assert [event.status for event in family.happened("died", "child")][:1] == [2]
+
+
+class HurriedClock(SystemClock):
+    """Nobody waits: to sleep is to let that much time pass."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    async def sleep(self, seconds: float) -> None:
+        await anyio.lowlevel.checkpoint()
+        self.now_s += seconds
+
+
+@pytest.mark.parametrize("free_after", [0, 1, 7])
+async def test_what_a_killed_child_left_gets_the_time_to_end(family, free_after):
+    """Its engine holds the ports for a moment longer: the next life uses the same ones."""
+    asked: list[str] = []
+
+    def released() -> bool:
+        asked.append("released")
+        return asked.count("released") > free_after
+
+    child = family.child("child", SLEEPER)._replace(released=released, renew=lambda: asked.append("renew") is not None)
+    async with family.running(child, clock=HurriedClock()) as supervisor:
+        supervisor.mark_ready()
+        await until(lambda: len(family.happened("started", "child")) == 1)
+        os.kill(family.happened("started", "child")[0].pid, signal.SIGKILL)
+        await until(lambda: len(family.happened("started", "child")) == 2)
+        assert asked == ["released"] * (free_after + 1) + ["renew"]
+        assert [state.restarts for state in supervisor.processes()] == [1]
+
+
+async def test_what_is_never_released_is_waited_for_in_bounds_and_the_restart_counts(family):
+    clock = HurriedClock()
+    renewed_s: list[float] = []
+    child = family.child("child", SLEEPER)._replace(
+        released=lambda: False, renew=lambda: renewed_s.append(clock.now_s) is None
+    )
+    async with family.running(child, clock=clock) as supervisor:
+        supervisor.mark_ready()
+        await until(lambda: len(family.happened("started", "child")) == 1)
+        os.kill(family.happened("started", "child")[0].pid, signal.SIGKILL)
+        await until(lambda: len(family.happened("started", "child")) == 2)
+        assert [state.restarts for state in supervisor.processes()] == [1], "it ran, and died"
+    [at_s] = renewed_s
+    assert RELEASE_S <= at_s < RELEASE_S + 1
+
+
+async def test_a_child_that_refuses_to_start_is_renewed_without_a_wait(family):
+    """Whoever holds its ports is none of its own: those it has ended by then."""
+    fixed = family.directory / "fixed"
+    program = """
+        import os, pathlib, sys, time
+        if not pathlib.Path(os.environ["DIRECTORY"], "fixed").exists():
+            sys.exit(2)
+        time.sleep(60)
+    """
+    asked: list[str] = []
+    child = family.child("child", program)._replace(
+        renew=lambda: fixed.touch() is None, released=lambda: asked.append("released") is not None
+    )
+    async with family.running(child):
+        await until(lambda: len(family.happened("started", "child")) == 2)
+    assert asked == []
+
+
+async def test_the_end_waits_for_nothing_that_is_to_be_released(family):
+    waiting = anyio.Event()
+    child = family.child("child", "raise SystemExit(1)")._replace(
+        released=lambda: waiting.set() is not None, renew=lambda: pytest.fail("there is no next life")
+    )
+    async with family.running(child, clock=ManualClock()) as supervisor:
+        supervisor.mark_ready()
+        clock = supervisor._clock
+        await until(lambda: clock.sleepers == 1)
+        clock.advance(0.02)  # the back-off
+        await waiting.wait()
+    assert len(family.happened("started", "child")) == 1
 
 
 async def test_renewing_does_not_go_on_forever_before_the_start(family):
