@@ -18,7 +18,7 @@ from kvmesh.router.explain import Attempt
 from kvmesh.router.generation_first import BothLegs
 from kvmesh.router.hand_off import Abort, HandOff
 from kvmesh.router.ids import TransferIds
-from kvmesh.router.legs import LegFailure, Legs, judge
+from kvmesh.router.legs import CONSEQUENCES, LegFailure, Legs, judge
 from kvmesh.router.opening import first_events, with_usage
 from kvmesh.router.plan import Avoid, Placement, Planner
 from kvmesh.router.recent import RecentRoutes
@@ -170,6 +170,8 @@ class Attempts:
                 return await self._answer(work, placement.server, outgoing, stack, hand_off, truth)
             except LegFailure as failure:
                 if not failure.unreachable:
+                    if failure.error.code in CONSEQUENCES:  # The context server may be the one that has failed.
+                        avoid.failed.add(hand_off.server.member.instance_id)
                     raise
                 avoid.down.add(failure.instance_id)  # nothing was sent: the hand-off is good for another server
 

@@ -19,7 +19,7 @@ from kvmesh.router.cluster import Server
 from kvmesh.router.dialects.base import Outgoing, Prefilled
 from kvmesh.router.explain import Attempt
 from kvmesh.router.hand_off import HandOff
-from kvmesh.router.legs import LegFailure, Legs, judge
+from kvmesh.router.legs import CONSEQUENCES, LegFailure, Legs, judge
 from kvmesh.router.opening import first_events, with_usage
 from kvmesh.router.plan import Avoid, Planner
 from kvmesh.router.rewrite import has_usage, rewrite_usage_events
@@ -79,7 +79,10 @@ class BothLegs:
                 return await self._stream(work, server, both.generation, hand_off, leg, stack)
             return await self._whole(work, server, both.generation, hand_off, leg)
         except LegFailure as failure:
-            raise await leg.cause_of(failure) from None
+            cause = await leg.cause_of(failure)
+            if cause.error.code in CONSEQUENCES:  # Either may be the one that has failed.
+                avoid.failed.update((context.instance_id, server.member.instance_id))
+            raise cause from None
 
     async def _whole(
         self, work: Work, server: Server, outgoing: Outgoing, hand_off: HandOff, leg: ContextLeg

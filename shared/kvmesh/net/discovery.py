@@ -118,7 +118,7 @@ class CoordinatorClient:
         member: Member,
         load: Callable[[], Load] = Load,
         *,
-        on_epoch: Callable[[int], None] | None = None,
+        on_outlived: Callable[[int], None] | None = None,
         on_fenced: Callable[[], None] | None = None,
     ) -> None:
         """Register this process and keep it registered until :meth:`stop`.
@@ -126,7 +126,8 @@ class CoordinatorClient:
         Args:
             member: what the others see. A non-zero ``epoch`` is kept unless an older life of the same id holds it.
             load: asked for at each heartbeat.
-            on_epoch: told the epoch whenever it is not the one told before (or asked for).
+            on_outlived: told the epoch of the next life of a member that brought its own, because this one was taken
+                for dead. It is not registered any more then; without this it goes on under that epoch.
             on_fenced: told that a newer process has taken this instance id; heartbeats end.
 
         Raises:
@@ -136,7 +137,7 @@ class CoordinatorClient:
             raise RuntimeError("CoordinatorClient.announce() needs start() first")
         if self._announcement is not None:
             raise RuntimeError("a process announces one member")
-        self._announcement = _Announcement(member, load, on_epoch, on_fenced)
+        self._announcement = _Announcement(member, load, on_outlived, on_fenced)
         self._tasks.start_soon(self._stay_registered, self._announcement)
 
     def set_draining(self) -> None:
@@ -275,10 +276,14 @@ class CoordinatorClient:
         )
         announcement.registered = True
         announcement.interval_s = reply.lease_s / HEARTBEATS_PER_LEASE
-        if reply.epoch != announcement.member.epoch:
+        if reply.epoch != member.epoch:
             announcement.member = msgspec.structs.replace(announcement.member, epoch=reply.epoch)
-            if announcement.on_epoch is not None:
-                announcement.on_epoch(reply.epoch)
+            if member.epoch and announcement.on_outlived is not None:
+                announcement.leaving = True
+                announcement.on_outlived(reply.epoch)
+                # Else it would be sent work until its lease runs out, for a life that nobody lives.
+                with anyio.move_on_after(FAREWELL_S):
+                    await self._withdraw(announcement)
         return reply.leads
 
     async def _heartbeat(self, announcement: _Announcement) -> bool:
@@ -297,10 +302,14 @@ class CoordinatorClient:
         await announcement.ended.wait()
         if not announcement.registered:
             return
-        member = announcement.member
         # Whatever the ledger has not heard by then, it takes for given up.
         with anyio.move_on_after(LAST_WORDS_S):
             await self._ledger.emptied()
+        await self._withdraw(announcement)
+
+    async def _withdraw(self, announcement: _Announcement) -> None:
+        announcement.registered = False
+        member = announcement.member
         try:
             await self._http.call("DELETE", f"{self._member_url(member)}?epoch={member.epoch}", dict)
         except (PeerUnreachableError, ApiError, msgspec.DecodeError):
@@ -330,12 +339,12 @@ class _Announcement:
         self,
         member: Member,
         load: Callable[[], Load],
-        on_epoch: Callable[[int], None] | None,
+        on_outlived: Callable[[int], None] | None,
         on_fenced: Callable[[], None] | None,
     ) -> None:
         self.member = member
         self.load = load
-        self.on_epoch = on_epoch
+        self.on_outlived = on_outlived
         self.on_fenced = on_fenced
         self.registered = False
         self.interval_s = 1.0

@@ -49,7 +49,7 @@ async def join_mesh(
     coordinator.announce(
         member,
         load,
-        on_epoch=lambda epoch: fail(f"the mesh took this worker for dead; its next life is epoch {epoch}"),
+        on_outlived=lambda epoch: fail(f"the mesh took this worker for dead; its next life is epoch {epoch}"),
         on_fenced=lambda: fail("a newer process has taken this instance id"),
     )
     return coordinator

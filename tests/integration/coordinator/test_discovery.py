@@ -39,11 +39,10 @@ async def test_members_find_each_other_and_say_goodbye(coordinator, client):
         heard: list[MemberEvent] = []
         watcher.subscribe(heard.append)
         async with client(url) as worker:
-            epochs: list[int] = []
-            worker.announce(member(), lambda: Load(running=3), on_epoch=epochs.append)
+            worker.announce(member(), lambda: Load(running=3))
             await until(lambda: ids(watcher) == {"context-0"})
             assert watcher.members()[0].load.running == 3
-            assert epochs == [worker.epoch] == [watcher.members()[0].epoch]
+            assert worker.epoch == watcher.members()[0].epoch > 0
             worker.set_draining()
             await until(lambda: watcher.members()[0].draining)
         await until(lambda: ids(watcher) == set())
@@ -66,9 +65,8 @@ async def test_a_member_that_was_taken_for_dead_registers_again_as_a_new_life(co
     """A worker that stood still longer than its lease: its next heartbeat fails, it comes back under a new epoch."""
     async with coordinator(lease_s=1.5) as url, client(url) as watcher, client(url) as worker, HttpClient() as http:
         heard: list[MemberEvent] = []
-        epochs: list[int] = []
         watcher.subscribe(heard.append)
-        worker.announce(member(epoch=5), on_epoch=epochs.append)
+        worker.announce(member(epoch=5))
         await until(lambda: ids(watcher) == {"context-0"})
         await http.call("DELETE", f"{url}/members/context-0?epoch=5", dict)
         await until(lambda: len(heard) == 3)
@@ -77,8 +75,26 @@ async def test_a_member_that_was_taken_for_dead_registers_again_as_a_new_life(co
             ("left", 5),
             ("joined", worker.epoch),
         ]
-        assert epochs == [worker.epoch]
         assert worker.epoch > 5
+
+
+async def test_a_life_that_cannot_go_on_under_another_epoch_is_no_member(coordinator, client):
+    """A worker's engine speaks for its own epoch only: nobody is to be sent to the next one before it lives."""
+    async with coordinator(lease_s=1.5) as url, client(url) as watcher, client(url) as worker, HttpClient() as http:
+        heard: list[MemberEvent] = []
+        outlived: list[int] = []
+        watcher.subscribe(heard.append)
+        worker.announce(member(epoch=5), on_outlived=outlived.append)
+        await until(lambda: ids(watcher) == {"context-0"})
+        await http.call("DELETE", f"{url}/members/context-0?epoch=5", dict)
+        await until(lambda: len(heard) == 4)
+        assert [(event.kind, event.member.epoch) for event in heard] == [
+            ("joined", 5),
+            ("left", 5),
+            ("joined", worker.epoch),
+            ("left", worker.epoch),
+        ]
+        assert outlived == [worker.epoch]
 
 
 async def test_a_second_process_with_the_same_id_fences_the_first(coordinator, client):

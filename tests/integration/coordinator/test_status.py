@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import asynccontextmanager
 
 import anyio.to_thread
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from aiohttp import web
+from waiting import until
 
 from kvmesh.cli.main import main
 from kvmesh.net.client import HttpClient
@@ -142,25 +144,34 @@ async def test_reasons_have_a_column_where_there_are_any(coordinator, capsys, mo
     assert "took" not in by_id["77"], "it goes on"
 
 
-async def test_status_says_when_nobody_is_there(capsys, monkeypatch, tmp_path):
-    assert await command("status", "--coordinator", "http://127.0.0.1:9") == 2
-    told = capsys.readouterr().err
-    assert "check --coordinator" in told
-    assert "kvmesh up" not in told, "whoever names an address has a mesh"
+COORDINATORS_COMMANDS = ("status", "transfers", "events")
+
+
+@pytest.mark.parametrize("name", COORDINATORS_COMMANDS)
+async def test_a_coordinator_that_is_not_there_is_one_sentence(name, capfd, monkeypatch, tmp_path):
+    assert await command(name, "--coordinator", "http://127.0.0.1:9") == 2
+    told = capfd.readouterr()
+    assert "check --coordinator" in told.err
+    assert "kvmesh up" not in told.err, "whoever names an address has a mesh"
+    assert (told.out, told.err.count("\n")) == ("", 1), "and nothing that a service would log"
     monkeypatch.setenv("KVMESH_RUN_DIR", str(tmp_path))
     monkeypatch.setattr("kvmesh.cli.target.DEFAULT_COORDINATOR_URL", "http://127.0.0.1:9")
-    assert await command("status") == 2
-    assert "'kvmesh up' starts one" in capsys.readouterr().err
+    assert await command(name) == 2
+    assert "'kvmesh up' starts one" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["router", "context", "indexer"])
-async def test_status_says_that_it_was_pointed_at_another_service(capsys, name):
-    async with serving(Service(name)) as url:
-        assert await command("status", "--coordinator", url) == 2
-    told = capsys.readouterr().err
-    article = "an" if name == "indexer" else "a"
-    assert f"{url} is {article} {name} server, not a coordinator" in told
-    assert "--coordinator" in told
+@pytest.mark.parametrize("service", ["router", "context", "indexer"])
+async def test_another_service_in_the_coordinators_place_is_told(service, capfd):
+    """By every command in the same words."""
+    article = "an" if service == "indexer" else "a"
+    async with serving(Service(service)) as url:
+        for name in COORDINATORS_COMMANDS:
+            capfd.readouterr()
+            assert await command(name, "--coordinator", url) == 2
+            assert capfd.readouterr().err == (
+                f"kvmesh {name}: {url} is {article} {service} server, not a coordinator; "
+                "give the coordinator's address with --coordinator\n"
+            )
 
 
 async def test_bench_and_chat_say_that_they_were_pointed_at_another_service(coordinator, capsys):
@@ -191,3 +202,56 @@ async def test_events_follows_the_members_that_publish(coordinator, capsys):
     text = capsys.readouterr().out
     assert f"context-0 following tcp://127.0.0.1:{port}" in text
     assert "context-0 #0 cleared  everything" in text
+
+
+async def test_events_of_a_worker_that_is_not_there_are_waited_for_and_that_is_said(coordinator, capsys):
+    context = zmq.asyncio.Context()
+    publisher = context.socket(zmq.XPUB)
+    publisher.linger = 0
+    endpoint = f"tcp://127.0.0.1:{publisher.bind_to_random_port('tcp://127.0.0.1')}"
+    payload = msgspec.msgpack.encode(EventBatch(ts=0.0, events=[AllBlocksCleared()], data_parallel_rank=0))
+    told = []
+
+    def has_told():
+        told.append(capsys.readouterr().err)
+        return "\n" in "".join(told)
+
+    try:
+        async with coordinator(lease_s=30.0) as url, anyio.create_task_group() as tasks:
+            await fill(url, "tcp://127.0.0.1:9")
+            tasks.start_soon(
+                command, "events", "--coordinator", url, "--worker", "late", "--worker", "context-0", "--count", "1"
+            )
+            await until(has_told)
+            late = Member(instance_id="late", role="context", url="http://127.0.0.1:1", events_endpoint=endpoint)
+            async with HttpClient() as http:
+                await http.call("POST", f"{url}/members", dict, body=Registration(member=late))
+            with anyio.fail_after(60):
+                await publisher.recv()  # the subscription
+                await publisher.send_multipart([b"", bytes(8), payload])
+    finally:
+        publisher.close()
+        context.term()
+    shown = capsys.readouterr()
+    assert "".join(told) + shown.err == (
+        "kvmesh events: waiting for events of late; workers that publish now: context-0\n"
+    )
+    assert "late #0 cleared  everything" in shown.out
+
+
+@asynccontextmanager
+async def ended_at_once(_printer):
+    async with anyio.create_task_group() as tasks:
+        yield tasks
+        tasks.cancel_scope.cancel()
+
+
+async def test_events_of_nobody_are_waited_for_and_that_is_said(coordinator, capsys, monkeypatch):
+    """A mesh whose workers publish nothing."""
+    monkeypatch.setattr("kvmesh.cli.events_follow._until_done", ended_at_once)
+    async with coordinator(lease_s=30.0) as url:
+        await fill(url)
+        assert await command("events", "--coordinator", url) == 0
+    assert capsys.readouterr().err == (
+        "kvmesh events: waiting for events of any worker; workers that publish now: none\n"
+    )

@@ -249,6 +249,26 @@ async def test_a_server_that_dies_before_it_answers_is_replaced(
         assert spare.legs == [leg]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_context_server_that_is_over_is_not_tried_again(mesh: Mesh, stream: bool) -> None:
+    """It still answers, but generation servers know that its pages are gone; the other one costs more."""
+    async with mesh({"c1": "context", "g1": "generation", "g2": "generation"}) as m:
+        spare = type(m["c1"])("c2", "context")
+        await m.join(spare, load=Load(running=50))
+
+        async def refuse(_body: Any) -> None:
+            if not spare.requests:
+                raise ApiError(503, "c1#1 ended before it was asked", code="peer_dead")
+
+        m["g1"].before = m["g2"].before = refuse
+        answer = await m.openai.chat.completions.create(**CHAT, stream=stream)
+        if stream:
+            assert [chunk async for chunk in answer][-1].choices[0].finish_reason == "length"
+        else:
+            assert answer.choices[0].message.content == "abcdef"
+        assert (len(m["c1"].requests), len(spare.requests)) == (1, 1)
+
+
 async def test_a_poisonous_request_does_not_go_through_all_servers(mesh: Mesh) -> None:
     names = [f"b{number}" for number in range(5)]
     async with mesh(dict.fromkeys(names, "both"), max_retries=1) as m:
