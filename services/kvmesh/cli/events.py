@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 
 import anyio
@@ -79,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.endpoint and args.text and not args.tokenizer:
         raise UserError("--text needs --tokenizer MODEL here: a publisher does not say which model it serves")
+    if args.count is not None and args.count < 1:
+        raise UserError(f"--count must be at least 1, not {args.count}; leave it out to follow until Ctrl-C")
     workers = frozenset(args.worker or ())
     wanted = EventFilter(
         frozenset(args.type or ()),
@@ -103,7 +106,9 @@ def run(args: argparse.Namespace) -> int:
         url = indexer_url(None if args.indexer == OF_THE_MESH else args.indexer)
         anyio.run(follow_indexer, url, workers, printer, auth_headers(args), tls_of(args), security)
     else:
-        anyio.run(follow_mesh, coordinator_url(args), workers, printer, auth_headers(args), tls_of(args), security)
+        url, headers, given = coordinator_url(args), auth_headers(args), bool(args.coordinator)
+        follow = functools.partial(follow_mesh, given=given)
+        anyio.run(follow, url, workers, printer, headers, tls_of(args), security)
     return 0
 
 

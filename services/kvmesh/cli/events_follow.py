@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
 import anyio
@@ -14,7 +15,8 @@ from anyio.abc import TaskGroup
 from zmq.utils.monitor import parse_monitor_message
 
 from kvmesh.cli.errors import UserError
-from kvmesh.cli.events_view import Printer, Stream
+from kvmesh.cli.events_view import Printer, Stream, printable
+from kvmesh.cli.reach import ask_coordinator
 from kvmesh.events.endpoints import EndpointError, rank_endpoint
 from kvmesh.net.address import choose_family
 from kvmesh.net.client import HttpClient, PeerUnreachableError
@@ -22,7 +24,7 @@ from kvmesh.net.curve import CurveSecurity
 from kvmesh.net.discovery import CoordinatorClient
 from kvmesh.net.tls import Tls
 from kvmesh.protocol.errors import ApiError
-from kvmesh.protocol.members import Member, MemberEvent
+from kvmesh.protocol.members import Member, MemberEvent, MemberList
 from kvmesh.protocol.mesh_events import MeshOrigin
 from kvmesh.protocol.ranks import rank_instance_ids
 
@@ -51,27 +53,22 @@ async def follow_mesh(
     headers: dict[str, str],
     tls: Tls,
     security: CurveSecurity | None,
+    *,
+    given: bool,
 ) -> None:
-    """Follow the workers that a coordinator knows, or those with these names.
+    """Follow the workers that a coordinator knows, or those with these names; ``given``: the user named the URL.
 
     Raises:
         UserError: no coordinator answers.
     """
+    # Asked once by itself: the client below goes on for ever, whatever is at that address.
+    async with HttpClient(timeout_s=FIND_TIMEOUT_S, headers=headers, tls=tls, follow_leader=True) as http:
+        known = await ask_coordinator(http, url, "/members", MemberList, given=given)
+    _tell_absent(workers, [member.instance_id for member in known.members if _publishes(member)])
     client = CoordinatorClient(url, headers=headers, tls=tls)
-    async with anyio.create_task_group() as tasks:
-        followers = _Followers(tasks, workers, printer, security)
-        client.subscribe(followers.hear)
+    async with _until_done(printer) as tasks:
+        client.subscribe(_Followers(tasks, workers, printer, security).hear)
         await client.start(tasks)
-        with anyio.move_on_after(FIND_TIMEOUT_S) as scope:
-            await followers.found.wait()
-        if scope.cancelled_caught and not client.connected:
-            raise UserError(f"no coordinator answers at {url}; is the mesh up? 'kvmesh up' starts one")
-        if scope.cancelled_caught:
-            known = ", ".join(member.instance_id for member in client.members() if _publishes(member)) or "none"
-            wanted = " or ".join(sorted(workers)) or "any"
-            printer.note("mesh", f"waiting for events of {wanted}; workers that publish now: {known}")
-        await printer.done.wait()
-        tasks.cancel_scope.cancel()
 
 
 async def follow_indexer(
@@ -90,8 +87,10 @@ async def follow_indexer(
     async with HttpClient(timeout_s=FIND_TIMEOUT_S, headers=headers, tls=tls) as http:
         try:
             found = await http.call("GET", f"{url}/stream", _MergedEndpoints)
+            known = await http.call("GET", f"{url}/workers", list[_IndexedWorker])
         except (ApiError, PeerUnreachableError) as error:
             raise UserError(f"no merged stream at {url}: {error}") from error
+    _tell_absent(workers, [worker.instance_id for worker in known])
 
     def take(frames: list[bytes]) -> None:
         sequence = int.from_bytes(frames[1], "big")
@@ -110,6 +109,10 @@ async def follow_indexer(
         tasks.start_soon(_subscribe, "indexer", found.endpoint, printer, take, security)
 
 
+class _IndexedWorker(msgspec.Struct):
+    instance_id: str
+
+
 class _MergedEndpoints(msgspec.Struct):
     endpoint: str
     replay_endpoint: str | None = None
@@ -124,6 +127,18 @@ async def _until_done(printer: Printer) -> AsyncIterator[TaskGroup]:
         yield tasks
         await printer.done.wait()
         tasks.cancel_scope.cancel()
+
+
+def _tell_absent(wanted: frozenset[str], known: Iterable[str]) -> None:
+    """Say whose events are waited for: they may come later, and a misspelt name never does."""
+    present = sorted(set(known))
+    absent = sorted(wanted.difference(present))
+    if not absent and present:
+        return
+    awaited = " and ".join(absent) or "any worker"
+    publishing = ", ".join(present) or "none"
+    text = f"waiting for events of {awaited}; workers that publish now: {publishing}"
+    print(f"kvmesh events: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def _publishes(member: Member) -> bool:
@@ -141,7 +156,6 @@ class _Followers:
         self._workers = workers
         self._printer = printer
         self._scopes: dict[str, anyio.CancelScope] = {}
-        self.found = anyio.Event()
 
     def hear(self, event: MemberEvent) -> None:
         """Begin or end a subscription."""
@@ -150,7 +164,6 @@ class _Followers:
         if stream is None or not _publishes(member) or (self._workers and name not in self._workers):
             return
         if event.kind == "joined":
-            self.found.set()
             scope = self._scopes[name] = anyio.CancelScope()
             self._tasks.start_soon(self._follow, member, stream, scope)
         elif event.kind in ("left", "dead") and (ended := self._scopes.pop(name, None)) is not None:

@@ -17,7 +17,7 @@ from kvmesh.events.keyed import KeyRing, key_of
 from kvmesh.events.records import Cleared, EventRecord, LoraKey, Removed, Stored, Tier
 from kvmesh.protocol.mesh_events import TIER_MEDIA
 
-__all__ = ["EVENT_TYPES", "EventFilter", "Printer", "Stream", "describe", "event_type"]
+__all__ = ["EVENT_TYPES", "EventFilter", "Printer", "Stream", "describe", "event_type", "printable"]
 
 EVENT_TYPES = ("stored", "moved", "removed", "cleared")
 
@@ -199,9 +199,14 @@ def _clock(ts: float) -> str:
         return "--:--:--"
 
 
+def printable(text: str) -> str:
+    """Text of others as it can be given to a terminal: what is not printable is spelled out."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def _shown(text: str) -> str:
-    """Text of publishers as it can be given to a terminal: what is not printable is spelled out."""
-    return escape(text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text))
+    """The same for a console that reads markup."""
+    return escape(printable(text))
 
 
 def event_type(record: EventRecord) -> str:

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 
 from kvmesh.cli.errors import UserError
 from kvmesh.net.client import HttpClient, PeerUnreachableError
 from kvmesh.protocol.errors import ApiError
 
-__all__ = ["explained"]
+__all__ = ["ask_coordinator", "explained"]
+
+T = TypeVar("T")
 
 
 class _Health(msgspec.Struct):
     service: str
+
+
+async def ask_coordinator(http: HttpClient, url: str, path: str, kind: type[T], *, given: bool) -> T:
+    """What a coordinator answers to GET ``path``.
+
+    Args:
+        http: to ask with.
+        url: the coordinator's base URL.
+        path: with its query.
+        kind: of the answer.
+        given: whether the user named the URL.
+
+    Raises:
+        UserError: it does not answer, or is none.
+    """
+    try:
+        return await http.call("GET", url + path, kind)
+    except (PeerUnreachableError, ApiError, msgspec.DecodeError) as error:
+        raise await explained(http, error, url, wanted="coordinator", given=given) from error
 
 
 async def explained(

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvmesh.cli.console import table_console
-from kvmesh.cli.reach import explained
+from kvmesh.cli.reach import ask_coordinator
 from kvmesh.cli.rundir import RunDir, is_running
 from kvmesh.cli.status_cache import cache_block
 from kvmesh.cli.target import add_coordinator_flags, client_of, coordinator_url, tls_of
@@ -94,18 +94,17 @@ def _watch(console: Console, url: str, given: bool, client: HttpClient, tls: Tls
 
 async def _read(url: str, given: bool, client: HttpClient, tls: Tls) -> _Status:
     async with client as http:
-        try:
-            status = _Status(
-                coordinator=url,
-                members=await http.call("GET", f"{url}/members", MemberList),
-                transfers=await http.call("GET", f"{url}/transfers?limit={SHOWN_TRANSFERS}", TransferList),
-                stuck=await http.call("GET", f"{url}/transfers?stuck=1&limit={SHOWN_TRANSFERS}", TransferList),
-                caches={},
-                unreachable={},
-                draining={},
-            )
-        except (PeerUnreachableError, ApiError, msgspec.DecodeError) as error:
-            raise await explained(http, error, url, wanted="coordinator", given=given) from error
+        latest = f"/transfers?limit={SHOWN_TRANSFERS}"
+        stuck = f"/transfers?stuck=1&limit={SHOWN_TRANSFERS}"
+        status = _Status(
+            coordinator=url,
+            members=await ask_coordinator(http, url, "/members", MemberList, given=given),
+            transfers=await ask_coordinator(http, url, latest, TransferList, given=given),
+            stuck=await ask_coordinator(http, url, stuck, TransferList, given=given),
+            caches={},
+            unreachable={},
+            draining={},
+        )
     # What is asked of members needs no API key, and their addresses are what somebody has registered.
     async with HttpClient(tls=tls) as http, anyio.create_task_group() as tasks:
         for member in status.members.members:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from kvmesh.cli.console import table_console
 from kvmesh.cli.errors import UserError
-from kvmesh.cli.reach import explained
+from kvmesh.cli.reach import ask_coordinator, explained
 from kvmesh.cli.target import add_coordinator_flags, client_of, coordinator_url
 from kvmesh.cli.transfer_table import plain_table, transfer_table
 from kvmesh.net.client import HttpClient, PeerUnreachableError
@@ -97,10 +97,7 @@ async def _several(url: str, args: argparse.Namespace, client: HttpClient) -> Tr
     }
     query = urlencode({key: value for key, value in asked.items() if value is not None})
     async with client as http:
-        try:
-            return await http.call("GET", f"{url}/transfers?{query}", TransferList)
-        except (PeerUnreachableError, ApiError, msgspec.DecodeError) as error:
-            raise await explained(http, error, url, wanted="coordinator", given=bool(args.coordinator)) from error
+        return await ask_coordinator(http, url, f"/transfers?{query}", TransferList, given=bool(args.coordinator))
 
 
 def _listing(listed: TransferList) -> RenderableType:

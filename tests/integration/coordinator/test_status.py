@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import json
-from contextlib import asynccontextmanager
 
 import anyio.to_thread
 import msgspec
@@ -204,25 +204,30 @@ async def test_events_follows_the_members_that_publish(coordinator, capsys):
     assert "context-0 #0 cleared  everything" in text
 
 
-async def test_events_of_a_worker_that_is_not_there_are_waited_for_and_that_is_said(coordinator, capsys):
+@pytest.mark.parametrize(
+    ("wanted", "context_endpoint", "says"),
+    [
+        (("late", "context-0"), "tcp://127.0.0.1:9", "late; workers that publish now: context-0"),
+        ((), None, "any worker; workers that publish now: none"),
+    ],
+)
+async def test_events_of_who_is_not_there_are_waited_for_and_that_is_said(
+    coordinator, capsys, monkeypatch, wanted, context_endpoint, says
+):
+    """On stderr, once: a worker may come later, and a misspelt name never does."""
     context = zmq.asyncio.Context()
     publisher = context.socket(zmq.XPUB)
     publisher.linger = 0
     endpoint = f"tcp://127.0.0.1:{publisher.bind_to_random_port('tcp://127.0.0.1')}"
     payload = msgspec.msgpack.encode(EventBatch(ts=0.0, events=[AllBlocksCleared()], data_parallel_rank=0))
-    told = []
-
-    def has_told():
-        told.append(capsys.readouterr().err)
-        return "\n" in "".join(told)
-
+    told = io.StringIO()
+    monkeypatch.setattr("sys.stderr", told)
     try:
         async with coordinator(lease_s=30.0) as url, anyio.create_task_group() as tasks:
-            await fill(url, "tcp://127.0.0.1:9")
-            tasks.start_soon(
-                command, "events", "--coordinator", url, "--worker", "late", "--worker", "context-0", "--count", "1"
-            )
-            await until(has_told)
+            await fill(url, context_endpoint)
+            flags = [f"--worker={name}" for name in wanted]
+            tasks.start_soon(command, "events", "--coordinator", url, "--count", "1", *flags)
+            await until(lambda: "\n" in told.getvalue())
             late = Member(instance_id="late", role="context", url="http://127.0.0.1:1", events_endpoint=endpoint)
             async with HttpClient() as http:
                 await http.call("POST", f"{url}/members", dict, body=Registration(member=late))
@@ -232,26 +237,5 @@ async def test_events_of_a_worker_that_is_not_there_are_waited_for_and_that_is_s
     finally:
         publisher.close()
         context.term()
-    shown = capsys.readouterr()
-    assert "".join(told) + shown.err == (
-        "kvmesh events: waiting for events of late; workers that publish now: context-0\n"
-    )
-    assert "late #0 cleared  everything" in shown.out
-
-
-@asynccontextmanager
-async def ended_at_once(_printer):
-    async with anyio.create_task_group() as tasks:
-        yield tasks
-        tasks.cancel_scope.cancel()
-
-
-async def test_events_of_nobody_are_waited_for_and_that_is_said(coordinator, capsys, monkeypatch):
-    """A mesh whose workers publish nothing."""
-    monkeypatch.setattr("kvmesh.cli.events_follow._until_done", ended_at_once)
-    async with coordinator(lease_s=30.0) as url:
-        await fill(url)
-        assert await command("events", "--coordinator", url) == 0
-    assert capsys.readouterr().err == (
-        "kvmesh events: waiting for events of any worker; workers that publish now: none\n"
-    )
+    assert told.getvalue() == f"kvmesh events: waiting for events of {says}\n"
+    assert "late #0 cleared  everything" in capsys.readouterr().out

@@ -318,7 +318,7 @@ async def test_the_command_reads_it(publishers: list[ZmqPublisher], capfd: pytes
             body = {"endpoint": one.endpoint, "instance_id": name, "modelname": "m", "dp_rank": 1}
             await http.call("POST", f"{url}/register", Any, body=body)
         status: list[int] = []
-        arguments = ["events", "--indexer", url, "--worker", "w", "--type", "removed", "--count", "2"]
+        arguments = ["events", "--indexer", url, "--worker=w", "--worker=late", "--type", "removed", "--count", "2"]
 
         async def command() -> None:
             status.append(await anyio.to_thread.run_sync(cli.main, arguments))
@@ -330,6 +330,8 @@ async def test_the_command_reads_it(publishers: list[ZmqPublisher], capfd: pytes
                 other.publish([BlockRemoved(block_hashes=[8])])
                 await anyio.sleep(0.02)
     assert status == [0]
-    shown = [line for line in capfd.readouterr().out.splitlines() if "removed" in line]
+    told = capfd.readouterr()
+    assert "kvmesh events: waiting for events of late; workers that publish now: other, w\n" in told.err
+    shown = [line for line in told.out.splitlines() if "removed" in line]
     assert len(shown) == 2
     assert all(" w/1 #" in line and "0000000000000007" in line for line in shown)

@@ -158,11 +158,15 @@ def test_text_is_shown_and_bounded() -> None:
         ["--endpoint", "tcp://127.0.0.1:1", "--worker", "w"],
         ["--endpoint", "tcp://127.0.0.1:1", "--text"],
         ["--indexer", "http://127.0.0.1:1"],
+        ["--count", "0"],
+        ["--count", "-3", "--endpoint", "tcp://127.0.0.1:1"],
     ],
 )
 def test_what_does_not_go_together_is_a_sentence(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["events", *flags]) == cli.USER_ERROR
-    assert capsys.readouterr().err.startswith("kvmesh events: ")
+    told = capsys.readouterr()
+    assert told.err.startswith("kvmesh events: ")
+    assert (told.out, told.err.count("\n")) == ("", 1)
 
 
 def test_encrypted_events_are_followed_with_the_key(
