@@ -78,7 +78,6 @@ class EngineClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._inbox = EngineInbox()
-        self._ended = anyio.Event()
         self._died = anyio.Event()
         self._leaving = False
         self._dead_reason: str | None = None
@@ -231,7 +230,7 @@ class EngineClient:
         if self.alive:
             self._send(Shutdown(drain_s))
         with anyio.move_on_after(drain_s + STOP_GRACE_S):
-            await self._ended.wait()
+            await self._process.wait()  # Not for the watcher, which is gone where the whole server was cancelled.
 
     async def _ask(self, question: Callable[[int], Ping | DrainKvEvents], timeout_s: float) -> Answer:
         self._check_alive()
@@ -264,14 +263,18 @@ class EngineClient:
 
     async def _watch(self) -> None:
         code = self._launch.exit_code(await self._process.wait())
-        reason = how_it_ended(code)
+        self._bury(how_it_ended(code))
+        if not self._leaving:
+            self._died.set()
+
+    def _bury(self, reason: str) -> None:
+        """The process has ended: nobody waits for it any more, and nothing is sent to it."""
+        if self._dead_reason is not None:
+            return
         self._dead_reason = f"The engine process has ended ({reason})."
         if self._inbox.open_streams:
             _log.error("engine died", reason=reason, requests=self._inbox.open_streams)
         self._inbox.fail_all(self._dead_reason)
-        self._ended.set()
-        if not self._leaving:
-            self._died.set()
 
     async def _receive(self) -> None:
         while True:
@@ -280,5 +283,5 @@ class EngineClient:
     async def _reap(self) -> None:
         if self._process.returncode is None:
             self._process.kill()
-        await self._process.wait()
+        self._bury(how_it_ended(self._launch.exit_code(await self._process.wait())))
         await self._process.aclose()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import sys
@@ -182,6 +183,32 @@ async def test_drain_finishes_what_runs_and_refuses_what_is_new(
             assert caught.value.status == 503
             assert len(first.token_ids) + len(await tokens_of(stream)) == 100
         assert not client.alive
+
+
+async def test_requests_end_with_a_server_that_is_cancelled(
+    settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch, prompt: Make, request_of: Make
+) -> None:
+    """Whoever hosts the engine is cancelled, as by a defect elsewhere in the server; answers are still owed."""
+    monkeypatch.setattr("kvmesh.engine.client.STOP_GRACE_S", 10 * PATIENCE_S)
+    started: asyncio.Future[EngineClient] = asyncio.get_running_loop().create_future()
+
+    async def live() -> None:
+        async with EngineClient.launch(settings) as client:
+            started.set_result(client)
+            await asyncio.sleep(math.inf)
+
+    host = asyncio.create_task(live())
+    client = await started
+    stream = client.generate(request_of("cut short", prompt(20), max_tokens=400))
+    await anext(stream)
+    host.cancel()
+    with anyio.fail_after(PATIENCE_S):
+        with pytest.raises(ApiError):
+            await tokens_of(stream)
+        with pytest.raises(asyncio.CancelledError):
+            await host
+    assert not client.alive
+    client.abort("cut short")  # Nobody is there to hear it.
 
 
 async def test_nothing_is_left_behind(settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch) -> None:
