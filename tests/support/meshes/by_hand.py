@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import ssl
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 import yaml
 
+from kvmesh.cli.parent import SUPERVISOR_PID_VARIABLE
 from meshes.process import STOP_S, Process, clean_environment, request, shared_memory, until
 
 __all__ = ["Mesh", "is_idle"]
@@ -66,8 +68,11 @@ class Mesh:
         return process
 
     def spawn(self, name: str, argv: list[str], env: dict[str, str]) -> Process:
-        """Start a service's process; where, is for a mesh of several hosts to say."""
-        return Process(name, argv, env, self.logs)
+        """Start a service's process; where, is for a mesh of several hosts to say.
+
+        It ends with this process, also where that is killed in the middle of a test.
+        """
+        return Process(name, argv, {**env, SUPERVISOR_PID_VARIABLE: str(os.getpid())}, self.logs)
 
     def start(
         self,
