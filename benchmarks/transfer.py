@@ -328,6 +328,9 @@ def main() -> None:
     parser.add_argument("--latency-rounds", type=int, default=500)
     parser.add_argument("--threads", type=int, default=1, help="threads of a copy or checksum; memcpy uses one")
     options = parser.parse_args()
+    for given, known in ((options.ways, WAYS), (options.shapes, {shape.name for shape in SHAPES})):
+        if unknown := set(given.split(",")) - set(known):
+            parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(known)}")
     rows: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
     failed: list[str] = []
