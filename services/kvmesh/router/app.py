@@ -122,6 +122,11 @@ class RouterService(Service):
             self._coordinator.set_draining()
         await super().drain()
 
+    def cut_short(self) -> None:
+        """See :meth:`Service.cut_short`."""
+        if self._pipeline is not None:
+            self._pipeline.cut_short()
+
     async def stop(self) -> None:
         """Leave the membership, close the connections and send the last spans."""
         if self._coordinator is not None:

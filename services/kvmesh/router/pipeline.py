@@ -15,7 +15,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind
 
 from kvmesh.net.clock import Clock
-from kvmesh.protocol.errors import ApiError
+from kvmesh.protocol.errors import ApiError, unavailable
 from kvmesh.protocol.openai.fanout import SequenceSpec, fan_out, single_request
 from kvmesh.protocol.openai.requests import ApiKind, ChatCompletionRequest, CompletionRequest
 from kvmesh.protocol.openai.responses import response_id
@@ -102,6 +102,12 @@ class Pipeline:
         self._clock = clock
         self._timeout_s = timeout_s
         self._ids_in_use: set[str] = set()
+        self._running: set[anyio.CancelScope] = set()
+
+    def cut_short(self) -> None:
+        """End what runs with an error: this router leaves."""
+        for scope in self._running:
+            scope.cancel()
 
     async def serve(self, kind: ApiKind, body: bytes, head: RequestHead, reply: Reply) -> None:
         """Answer one request.
@@ -110,12 +116,16 @@ class Pipeline:
             ApiError: it failed before anything was sent. Later failures are told by an event of the stream.
             ConnectionResetError: the client left.
         """
-        outcome = "cancelled"
+        outcome, running = "cancelled", anyio.CancelScope()
         try:
             request = take_in(kind, body, model=self.model, vocab_size=self._tokenizer.vocab_size)
-            with anyio.fail_after(self._timeout_s):
-                await self._serve(kind, request, head, reply)
-            outcome = "ok"
+            with running:
+                self._running.add(running)
+                with anyio.fail_after(self._timeout_s):
+                    await self._serve(kind, request, head, reply)
+                outcome = "ok"
+            if running.cancelled_caught:
+                raise unavailable("This router is shutting down; send the request again.", code="draining")
         except TimeoutError:
             outcome = "timeout"
             await self._tell(reply, self._too_late())
@@ -123,6 +133,7 @@ class Pipeline:
             outcome = "client_error" if error.status < 500 else "server_error"
             await self._tell(reply, error)
         finally:
+            self._running.discard(running)
             self._metrics.ended(kind, outcome)
 
     async def _serve(self, kind: ApiKind, request: Request, head: RequestHead, reply: Reply) -> None:

@@ -34,6 +34,8 @@ __all__ = ["Health", "Service", "run_service", "serving"]
 _log = get_logger("service")
 
 LISTEN_BACKLOG = 1024
+LAST_WORDS_S = 2.0
+"""For requests that a drain has cut short to say so."""
 
 
 class Health(NamedTuple):
@@ -119,6 +121,12 @@ class Service:
             await self._idle.wait()
         if scope.cancelled_caught:
             _log.warning("drain ended with requests unfinished", requests=self._in_flight)
+            self.cut_short()
+            with anyio.move_on_after(LAST_WORDS_S):
+                await self._idle.wait()
+
+    def cut_short(self) -> None:
+        """The drain is over: have the requests that still run end with an error, for which a moment is left."""
 
     async def _gate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.method != "POST":

@@ -409,6 +409,33 @@ async def test_no_servers(mesh: Mesh) -> None:
         assert (await m.get("/v1/models"))[0] == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_drain_that_is_over_ends_what_runs_with_an_error(mesh: Mesh, stream: bool) -> None:
+    async with mesh(drain_s=0.1) as m:
+        running = anyio.Event()
+
+        async def hold(_number: int) -> None:
+            running.set()
+            await anyio.sleep_forever()
+
+        m["g"].after = hold
+        answers: list[tuple[int, bytes]] = []
+
+        async def ask() -> None:
+            async with m.http.post("/v1/chat/completions", json={**CHAT, "stream": stream}) as response:
+                answers.append((response.status, await events_of(response)))
+
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(ask)
+                await running.wait()
+                await m.router.drain()
+        [(status, body)] = answers
+        assert status == (200 if stream else 503)
+        assert b'"code":"draining"' in body
+        assert DONE not in body
+
+
 async def test_draining_servers_get_nothing_new(mesh: Mesh) -> None:
     async with mesh({"b1": "both", "b2": "both"}) as m:
         m.tell("updated", m["b1"], draining=True)
