@@ -29,7 +29,7 @@ class Unusable(NamedTuple):
 class Server:
     """One member with what this router knows of its health."""
 
-    __slots__ = ("breaker", "heard_at_s", "member", "problem")
+    __slots__ = ("breaker", "give_ups", "heard_at_s", "member", "problem")
 
     def __init__(self, member: Member, breaker: Breaker, problem: str | None, heard_at_s: float) -> None:
         self.member = member
@@ -38,6 +38,13 @@ class Server:
         """When ``member`` came, in the monotonic seconds of the breaker's clock."""
         self.problem = problem
         """Why the server is never used, whatever its health; None for a prepared one."""
+        self.give_ups: set[Callable[[], None]] = set()
+        """End the waits for answers of it that have not begun."""
+
+    def give_up(self) -> None:
+        """Its life is over: what has not begun to answer will not, as whoever stands still does not even refuse."""
+        for end in list(self.give_ups):
+            end()
 
     def unusable(self) -> str | None:
         """Why it cannot be chosen now; None when it can."""
@@ -122,9 +129,12 @@ class Cluster:
         if event.kind in ("left", "dead"):
             if known is not None and known.member.epoch <= member.epoch:
                 self._remove(member.instance_id)
+                if event.kind == "dead":
+                    known.give_up()
             return
         if known is not None and known.member.epoch != member.epoch:
             self._remove(member.instance_id)  # a new life: what was remembered of the old one is void
+            known.give_up()
             known = None
         problem = preparation_problem(member, dialects=self._dialects, tokens_per_block=self._tokens_per_block)
         if known is None:

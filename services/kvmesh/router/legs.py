@@ -108,7 +108,7 @@ class Legs:
         instance_id = server.member.instance_id
         with self._loads.track(instance_id, tokens):
             try:
-                with _waiting(server, deadline):
+                with _until_dead(server), _waiting(server, deadline):
                     response = await self._upstream.post(f"{server.member.url}{outgoing.path}", outgoing.body, headers)
             except UpstreamUnreachableError as down:
                 server.breaker.unreachable()
@@ -189,6 +189,23 @@ class _Watched:
     def close(self) -> None:
         """See :class:`kvmesh.router.upstream.UpstreamResponse`."""
         self._response.close()
+
+
+@contextmanager
+def _until_dead(server: Server) -> Iterator[None]:
+    """A wait for the head of an answer, which ends when the server is taken for dead.
+
+    Raises:
+        UpstreamBrokenError: it was.
+    """
+    with anyio.CancelScope() as scope:
+        server.give_ups.add(scope.cancel)
+        try:
+            yield
+        finally:
+            server.give_ups.discard(scope.cancel)
+    if scope.cancelled_caught:
+        raise UpstreamBrokenError(f"{server.member.instance_id} was taken for dead")
 
 
 @contextmanager

@@ -269,6 +269,36 @@ async def test_a_context_server_that_is_over_is_not_tried_again(mesh: Mesh, stre
         assert (len(m["c1"].requests), len(spare.requests)) == (1, 1)
 
 
+@pytest.mark.parametrize("news", ["dead", "a new life"])
+async def test_nobody_waits_for_a_server_that_is_taken_for_dead(mesh: Mesh, news: str) -> None:
+    """It stands still: its connections stay open, and no answer comes."""
+    async with mesh({"c1": "context", "g": "generation"}) as m:
+        waits = anyio.Event()
+
+        async def stand_still(_body: Any) -> None:
+            waits.set()
+            await anyio.sleep_forever()
+
+        m["c1"].before = stand_still
+        spare = type(m["c1"])("c2", "context")
+        await m.join(spare, load=Load(running=50))
+        statuses: list[int] = []
+
+        async def ask() -> None:
+            statuses.append((await m.post("/v1/chat/completions", CHAT))[0])
+
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(ask)
+                await waits.wait()
+                if news == "dead":
+                    m.tell("dead", m["c1"])
+                else:
+                    m.tell("updated", m["c1"], epoch=99, draining=True)
+        assert statuses == [200]
+        assert (len(m["c1"].requests), len(spare.requests)) == (1, 1)
+
+
 async def test_a_poisonous_request_does_not_go_through_all_servers(mesh: Mesh) -> None:
     names = [f"b{number}" for number in range(5)]
     async with mesh(dict.fromkeys(names, "both"), max_retries=1) as m:
