@@ -42,7 +42,7 @@ struct Core::Chunk {
     for (; num_keys_ <= i; ++num_keys_) keys_[num_keys_] = rolled(keys_[num_keys_ - 1], locals_[num_keys_]);
     return keys_[i];
   }
-  // Makes the tag of a block's node, and of those before it from the last one on that was so made, and fetches the slots.
+  // Makes the tag of a block's node, and of those before it from the last one on that has one, and fetches their slots.
   void tag_up_to(const Nodes& nodes, uint32_t tree, size_t i) {
     for (const size_t end = std::min(i + 1, count); num_tagged_ < end; ++num_tagged_)
       nodes.prefetch_slot_tagged(node_tags[num_tagged_] = Nodes::tag(tree, key(num_tagged_)));

@@ -1,6 +1,7 @@
 // The prefix index: who holds which prefix, fed with the records of many sources. Nothing here knows of Python.
 //
-// index_table.h   finds numbers by hash        index_nodes.h   blocks in their places
+// index_table.h   finds numbers by hash, in lines of index_line.h
+// index_nodes.h   blocks in their places
 // index_states.h  who holds a block            index_held.h    a source's blocks in one tier
 // index_source.h  a source                     index_search.h  how far each source reaches along a prompt
 // index_plain.h   runs of blocks that change alike

@@ -124,7 +124,7 @@ void Core::hold_chunk(Source& source, uint32_t tree, uint32_t* parent, const Run
 }
 
 // Blocks from `begin` on, below a node that is new: so these are mostly new, too. Up to one whose hash the source may
-// have given to other tokens, or whose node may be there: who chooses the tokens can choose keys that come again. How many.
+// have given to other tokens, or whose node may be there: who chooses tokens can choose keys that come again. How many.
 size_t Core::hold_new(Held& held, uint32_t tree, uint32_t* parent, Chunk& chunk, size_t begin, Plain* plain) {
   Nodes::Adding adding(nodes, tree, plain->step.to);
   Held::Appending appending(held);
