@@ -14,6 +14,11 @@
 namespace kvmesh::index {
 
 class Held {
+  // Numbers are known: whoever knew this, too, could choose hashes that have one tag in several tables.
+  static uint64_t hidden(uint64_t id) {
+    const uint64_t x = ((id + 1) * 0x9E3779B97F4A7C15u ^ secret_multiplier()) * secret_multiplier();
+    return (x ^ x >> 32) * secret_multiplier();
+  }
   struct Equals {
     const Held& held;
     uint64_t hash;
@@ -29,7 +34,7 @@ class Held {
   // `id` tells it from the others that share the table. Only the bits of `mask` tell entries apart; the others are free
   // for the caller.
   Held(size_t* account, Table& table, uint64_t id, uint64_t mask = UINT64_MAX)
-      : id_((id + 1) * 0x9E3779B97F4A7C15u), mask_(mask), hashes_(account), nodes_(account), table_(table) {}
+      : id_(hidden(id)), mask_(mask), hashes_(account), nodes_(account), table_(table) {}
 
   size_t count() const { return count_; }
   bool empty() const { return count() == 0; }
