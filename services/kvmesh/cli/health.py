@@ -86,7 +86,7 @@ def _ask(serving: Serving, path: str, timeout_s: float, *, named: bool) -> tuple
 def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted ({error.verify_message}); give --ca-file"
-    if isinstance(error, (http.client.RemoteDisconnected, ssl.SSLError)):
+    if isinstance(error, (ConnectionResetError, BrokenPipeError, ssl.SSLError)):  # Also ``RemoteDisconnected``.
         return (
             f"{error}; perhaps it asks for a client certificate, which 'kvmesh health' presents beside the service only"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -199,8 +200,8 @@ def _same_request(url: str, location: str) -> str | None:
 
 
 def _reason(error: Exception, url: str) -> str:
-    if isinstance(error, aiohttp.ServerDisconnectedError) and url.startswith("https:"):
-        # A client learns of a missing certificate only when it sends something.
+    if url.startswith("https:") and _hung_up(error):
+        # A client learns of a missing certificate only when it sends something, which may cross the reason on its way.
         return "it closed the connection; perhaps it asks for a client certificate (cert_file, key_file)"
     if (problem := tls_problem(error)) is not None:
         return problem
@@ -210,6 +211,13 @@ def _reason(error: Exception, url: str) -> str:
         why = os.strerror(number) if number > 0 else error.os_error.strerror or error.os_error
         return f"cannot connect to {error.host}:{error.port} ({why})"
     return str(error) or type(error).__name__
+
+
+def _hung_up(error: Exception) -> bool:
+    """Whether the server has closed a connection that was there."""
+    is_reset = isinstance(error, aiohttp.ClientOSError) and error.errno in (errno.ECONNRESET, errno.EPIPE)
+    is_there = not isinstance(error, aiohttp.ClientConnectorError)
+    return isinstance(error, (aiohttp.ServerDisconnectedError, ConnectionResetError)) or (is_reset and is_there)
 
 
 async def _body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:

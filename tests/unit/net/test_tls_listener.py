@@ -85,6 +85,26 @@ async def test_a_client_that_trusts_the_authority_is_served(files: Files) -> Non
         assert count(service, "kvmesh_tls_certificate_not_after_seconds") > 0
 
 
+async def test_a_refusal_that_crosses_the_request_is_a_reset(files: Files) -> None:
+    """The alert that names the reason is lost then."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files.certificate, files.key)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def reset() -> None:
+            for _ in range(2):  # A question is asked again over a new connection, once.
+                accepted, _ = listener.accept()
+                with context.wrap_socket(accepted, server_side=True) as served:
+                    served.recv(1)
+                    served.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(anyio.to_thread.run_sync, reset)
+                with pytest.raises(PeerUnreachableError, match="perhaps it asks for a client certificate"):
+                    await ask(f"https://127.0.0.1:{listener.getsockname()[1]}", trusting(files))
+
+
 async def test_a_client_certificate_is_asked_for_where_it_is_required(files: Files, stranger: Files) -> None:
     async with door(tls_of(files, client_auth="required")) as (url, service):
         assert await ask(url, tls_of(files)) == "kvmesh"
