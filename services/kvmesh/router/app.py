@@ -122,10 +122,11 @@ class RouterService(Service):
             self._coordinator.set_draining()
         await super().drain()
 
-    def cut_short(self) -> None:
+    def cut_short(self) -> bool:
         """See :meth:`Service.cut_short`."""
         if self._pipeline is not None:
             self._pipeline.cut_short()
+        return self._pipeline is not None
 
     async def stop(self) -> None:
         """Leave the membership, close the connections and send the last spans."""

@@ -121,12 +121,13 @@ class Service:
             await self._idle.wait()
         if scope.cancelled_caught:
             _log.warning("drain ended with requests unfinished", requests=self._in_flight)
-            self.cut_short()
-            with anyio.move_on_after(LAST_WORDS_S):
-                await self._idle.wait()
+            if self.cut_short():
+                with anyio.move_on_after(LAST_WORDS_S):
+                    await self._idle.wait()
 
-    def cut_short(self) -> None:
-        """The drain is over: have the requests that still run end with an error, for which a moment is left."""
+    def cut_short(self) -> bool:
+        """The drain is over: have requests that still run end with an error. Whether that takes a moment."""
+        return False
 
     async def _gate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.method != "POST":

@@ -17,7 +17,7 @@ import numpy as np
 from kvmesh.cache.shared_memory import map_shared
 from kvmesh.transceiver.planes.base import PlaneError
 
-__all__ = ["GRANT_BYTES", "GrantBoard", "check_grant", "grant_stands"]
+__all__ = ["GRANT_BYTES", "GrantBoard", "check_grant"]
 
 _GRANT: Final = struct.Struct("<QQ")
 GRANT_BYTES: Final = _GRANT.size
@@ -98,23 +98,10 @@ def check_grant(words: memoryview[int], access: bytes) -> None:
     Raises:
         PlaneError: it does not, or never did.
     """
-    if not grant_stands(words, access):
-        raise PlaneError("the owner has taken its pages back, which it took for abandoned, while they were being read")
-
-
-def grant_stands(words: memoryview[int], access: bytes) -> bool:
-    """Whether a grant stands now.
-
-    Args:
-        words: the owner's, uint64, as they are mapped here.
-        access: what :meth:`GrantBoard.grant` gave.
-
-    Raises:
-        PlaneError: there can be no such grant.
-    """
     if len(access) != GRANT_BYTES:
         raise PlaneError("the owner's grant cannot be read")
     slot, word = _GRANT.unpack(access)
     if slot >= len(words):
         raise PlaneError(f"grant {slot} of {len(words)} is referred to")
-    return bool(words[slot] == word)
+    if words[slot] != word:
+        raise PlaneError("the owner has taken its pages back, which it took for abandoned, while they were being read")
